@@ -1,0 +1,39 @@
+"""Distinct types for the numbers that travel between both sides, so that two cannot be swapped.
+
+Pure: usable on any thread of either side.
+"""
+
+from __future__ import annotations
+
+from typing import NewType
+
+import msgspec
+
+BlockId = NewType("BlockId", int)
+"""Index of a block in its backing. 0 is the null block and is never handed out."""
+
+Generation = NewType("Generation", int)
+"""How often a block was reassigned; part of every handle. u32, starts at 1."""
+
+NamespaceId = NewType("NamespaceId", int)
+"""The daemon's short name of a namespace in this epoch. u16, starts at 1."""
+
+SessionId = NewType("SessionId", int)
+"""One connected client process. Unique in an epoch, starts at 1."""
+
+LeaseId = NewType("LeaseId", int)
+"""Unique in an epoch, starts at 1. 0 in a request asks for a new lease."""
+
+Epoch = NewType("Epoch", int)
+"""The daemon's boot id: random non-zero u64, in every reply."""
+
+NULL_BLOCK = BlockId(0)
+NO_LEASE = LeaseId(0)
+
+
+class BlockHandle(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """What names a block's content: valid only while all three still match (I3)."""
+
+    epoch: int
+    block: int
+    generation: int

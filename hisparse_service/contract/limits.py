@@ -1,0 +1,96 @@
+"""Every maximum of the system, in one place; relations between them are asserted at import.
+
+Pure: usable on any thread of either side.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
+GIB: Final = 1024 * MIB
+
+# --- protocol -------------------------------------------------------------------------------
+PROTOCOL_MIN: Final = 1
+PROTOCOL_MAX: Final = 1
+"""Versions of the control protocol that this code speaks, both ends included."""
+
+MAX_MESSAGE_BYTES: Final = 4 * MIB
+"""Longest message that is decoded; a longer one gets `MessageTooLarge`."""
+
+MAX_FRAME_BYTES: Final = 8 * MIB
+"""ZMQ_MAXMSGSIZE: libzmq drops the connection above it. Twice the message limit, so that a message
+that is only slightly too long still gets its typed answer."""
+
+MAX_KEYS: Final = 131_072
+"""Keys in one Lookup: 8,388,608 tokens at block 64."""
+
+MAX_BLOCKS_PER_MESSAGE: Final = 131_072
+MAX_BATCH_ITEMS: Final = 4_096
+"""Requests whose mirrors travel in one MirrorBatch."""
+
+MAX_LIST_ITEMS: Final = 8_192
+"""Items of any list in a message that has no closer limit."""
+
+MAX_TEXT_BYTES: Final = 1_024
+MAX_LAYERS: Final = 1_024
+MAX_LIST_ROWS: Final = 1_000
+"""Rows of one page of an operator's listing (sessions, blocks)."""
+
+# --- sizes ----------------------------------------------------------------------------------
+BLOCK_KEY_BYTES: Final = 16
+KEY_SPACE_BYTES: Final = 8
+FINGERPRINT_BYTES: Final = 16
+ROW_ALIGNMENT_BYTES: Final = 16
+MIN_BLOCK_SIZE: Final = 1
+MAX_BLOCK_SIZE: Final = 1_024
+MAX_ROW_BYTES: Final = 64 * KIB
+MAX_BLOCKS_PER_BACKING: Final = 2**31 - 1
+"""Block ids are u32 on the wire and int32 in the device tables; rows and bytes are 64-bit (I10)."""
+MAX_POOL_BYTES: Final = 64 * 1024 * GIB
+MAX_BACKINGS: Final = 64
+MAX_NAMESPACES: Final = 64
+MAX_REGISTRATION_BYTES: Final = 256 * GIB
+"""One CUDA registration of 512 GiB or more fails on current drivers."""
+MAX_REGISTRATION_RANGES: Final = 4_096
+
+# --- membership -----------------------------------------------------------------------------
+MAX_SESSIONS: Final = 256
+MAX_LEASES_PER_SESSION: Final = 65_536
+MAX_IN_FLIGHT_PER_SESSION: Final = 64
+"""Requests of one session that wait in the daemon; above it the oldest connection is slowed down
+by not reading it (its own queue fills, nobody else's)."""
+HEARTBEAT_INTERVAL_S: Final = 1.0
+SESSION_TIMEOUT_S: Final = 15.0
+"""Silence after which a session is dead even where neither its pid nor its socket tells."""
+LEASE_TTL_S: Final = 30.0
+WRITER_LEASE_TTL_S: Final = 30.0
+
+# --- control loop ---------------------------------------------------------------------------
+LOOKUP_SLICE_KEYS: Final = 2_048
+"""Keys looked up before other clients are served: about 0.3 ms of the control loop."""
+SEND_HIGH_WATER_MARK: Final = 1_000
+RECEIVE_HIGH_WATER_MARK: Final = 1_000
+SOCKET_LINGER_MS: Final = 200
+MAX_EVENT_BLOCKS: Final = 4_096
+"""Blocks named in one event; a longer list is split."""
+MAX_UNIX_PATH_BYTES: Final = 107
+
+# --- client ---------------------------------------------------------------------------------
+DEFAULT_REQUEST_TIMEOUT_S: Final = 5.0
+CONNECT_TIMEOUT_S: Final = 10.0
+MAX_QUEUED_MIRRORS: Final = 65_536
+"""Completed blocks that the client keeps while the daemon is away."""
+
+# --- data plane -----------------------------------------------------------------------------
+MAX_HOT_ROWS: Final = 32_768
+"""Hot slots are 16-bit."""
+MAX_TOP_K: Final = 4_096
+MAX_SPECULATIVE_ROWS: Final = 8
+
+assert MAX_KEYS * BLOCK_KEY_BYTES <= MAX_MESSAGE_BYTES
+assert MAX_FRAME_BYTES >= 2 * MAX_MESSAGE_BYTES
+assert MAX_BLOCKS_PER_MESSAGE * (BLOCK_KEY_BYTES + 8) <= MAX_MESSAGE_BYTES
+assert HEARTBEAT_INTERVAL_S * 5 <= SESSION_TIMEOUT_S < LEASE_TTL_S
+assert LOOKUP_SLICE_KEYS <= MAX_KEYS
