@@ -1,0 +1,1 @@
+"""The hisparse-service command: one module a sub-command."""

@@ -1,0 +1,1 @@
+"""Meaning: block states, the prefix index, leases and eviction. Pure."""

@@ -1,0 +1,1 @@
+"""Who: sessions, credentials and liveness."""

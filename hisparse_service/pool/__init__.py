@@ -1,0 +1,1 @@
+"""Bytes: reserve, populate, adopt, release and register the pool's shared memory."""

@@ -1,0 +1,1 @@
+"""The control loop: sockets, dispatch and events."""

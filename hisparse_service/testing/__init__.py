@@ -1,0 +1,1 @@
+"""Fakes and fault helpers that ship with the package and are tested themselves."""

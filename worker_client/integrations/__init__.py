@@ -1,0 +1,1 @@
+"""Bridges to engines and model libraries."""
