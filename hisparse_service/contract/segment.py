@@ -102,8 +102,10 @@ def record_check(
     namespace: int,
     flags: int,
 ) -> int:
-    """The 64-bit check of a published record. Includes the block id: a record that was copied to
-    another place does not pass."""
+    """The 64-bit check of a published record.
+
+    The block id is part of it: a record that was copied to another place does not pass.
+    """
     acc = _CHECK_SEED
     words = (
         key_low, key_high, checksum, (parent << 32) | generation,

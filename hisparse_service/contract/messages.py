@@ -1,0 +1,601 @@
+"""The control protocol: every request, reply and event, its fields, their units and bounds.
+
+On the wire a message is one frame: a MessagePack array `[tag, field, field, ...]` in the order
+below. A newer peer may append fields; an older one ignores what it does not know. `decode_request`
+reads it with the `msgpack` package under hard limits and then converts it into one of these types,
+so that what reaches the daemon's logic has been checked for type, range and length (I8). Arrays of
+blocks, generations, checksums and keys travel as raw little-endian bytes (u32, u32, u64, 16 B):
+`u32_array` and its siblings check and view them.
+
+One request, one reply, matched by `request_id`; every reply carries the daemon's `epoch`. Deadlines
+(`*_deadline_ns`) are CLOCK_MONOTONIC nanoseconds, which all processes of a node share.
+
+Pure: any thread of either side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, TypeVar, cast
+
+import msgpack
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta
+
+from hisparse_service.contract import limits
+from hisparse_service.contract.errors import (
+    Detail,
+    HiSparseError,
+    MalformedMessage,
+    MessageTooLarge,
+    from_wire,
+)
+
+U16 = Annotated[int, Meta(ge=0, le=2**16 - 1)]
+U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+U64 = Annotated[int, Meta(ge=0)]
+"""MessagePack itself ends at 2**64 - 1, and msgspec takes no bound beyond int64."""
+Text = Annotated[str, Meta(max_length=limits.MAX_TEXT_BYTES)]
+Fingerprint = Annotated[
+    bytes, Meta(min_length=limits.FINGERPRINT_BYTES, max_length=limits.FINGERPRINT_BYTES)
+]
+KeySpace = Annotated[
+    bytes, Meta(min_length=limits.KEY_SPACE_BYTES, max_length=limits.KEY_SPACE_BYTES)
+]
+Blocks = Annotated[bytes, Meta(max_length=limits.MAX_BLOCKS_PER_MESSAGE * 4)]
+"""u32 little endian, one a block."""
+Checksums = Annotated[bytes, Meta(max_length=limits.MAX_BLOCKS_PER_MESSAGE * 8)]
+"""u64 little endian, one a block, or empty."""
+Keys = Annotated[bytes, Meta(max_length=limits.MAX_KEYS * limits.BLOCK_KEY_BYTES)]
+"""16 B, one a block."""
+NumBlocks = Annotated[int, Meta(ge=1, le=limits.MAX_BLOCKS_PER_BACKING)]
+NumReserve = Annotated[int, Meta(ge=1, le=limits.MAX_BLOCKS_PER_MESSAGE)]
+LeaseIds = Annotated[list[U64], Meta(max_length=limits.MAX_LIST_ITEMS)]
+
+
+class Request(msgspec.Struct, array_like=True, frozen=True):
+    """Base of all requests. The tag, then these fields, then the subclass's."""
+
+    request_id: U64
+
+
+class Reply(msgspec.Struct, array_like=True, frozen=True):
+    """Base of all replies."""
+
+    request_id: int
+    epoch: int
+
+
+# --- session ------------------------------------------------------------------------------------
+
+
+class Hello(Request, tag=1, frozen=True):
+    """The first message of a connection, and the first after `UnknownSession`.
+
+    The peer's uid and pid are the kernel's word (the socket's credentials), not these fields.
+    """
+
+    protocol_min: U16
+    protocol_max: U16
+    client_name: Text
+    """For people: the engine and its version, say."""
+    group: Text
+    """Name of the tensor-parallel group (one engine); empty: a group of its own."""
+    rank: U32
+    world_size: Annotated[int, Meta(ge=1, le=2**20)]
+    device_uuid: Text
+    """Of the worker's GPU; empty without one."""
+    operator: bool = False
+    """An operator's command: no heartbeats, no blocks, not counted as a worker."""
+
+
+class HelloReply(Reply, tag=1, frozen=True):
+    """The session is ALIVE. The protocol spoken is the highest version both know."""
+
+    protocol: int
+    session_id: int
+    heartbeat_interval_s: float
+    session_timeout_s: float
+    instance: str
+    daemon_version: str
+    events_endpoint: str
+
+
+class Ping(Request, tag=2, frozen=True):
+    """Heartbeat. Renews leases in the same message; carries the worker's own counters."""
+
+    renew_leases: LeaseIds = []
+    counters: dict[Text, float] = {}
+    """Names of worker_client.telemetry; unknown ones are ignored."""
+
+
+class Pong(Reply, tag=2, frozen=True):
+    """`lost_leases`: those of `renew_leases` that are gone. The others now end at the deadline."""
+
+    lease_deadline_ns: int
+    lost_leases: list[int]
+
+
+class Bye(Request, tag=3, frozen=True):
+    """Ends the session: its leases end, its unpublished blocks return."""
+
+
+class Done(Reply, tag=3, frozen=True):
+    """The request was carried out and there is nothing to say."""
+
+
+# --- backing ------------------------------------------------------------------------------------
+
+
+class OpenNamespace(Request, tag=10, frozen=True):
+    """Name what may share blocks. Idempotent; another geometry is `GeometryMismatch`."""
+
+    fingerprint: Fingerprint
+    name: Text
+    geometry: Annotated[bytes, Meta(max_length=4096)]
+    """`geometry.encode_geometry`."""
+
+
+class NamespaceReply(Reply, tag=10, frozen=True):
+    """`num_blocks`: of its backing, 0 while it has none."""
+
+    namespace_id: int
+    num_blocks: int
+
+
+class AllocateBacking(Request, tag=11, frozen=True):
+    """Give the namespace its range of the pool, or tell the one it has.
+
+    Asking for more blocks than it has is `GeometryMismatch`; asking for fewer is answered with all.
+    """
+
+    namespace_id: U16
+    num_blocks: NumBlocks
+    """Null block included."""
+
+
+class BackingReply(Reply, tag=11, frozen=True):
+    """Where the backing is. All of it is physically reserved (I5)."""
+
+    segment_name: str
+    device: int
+    """st_dev of the segment: with `inode` proves that the name still means this segment."""
+    inode: int
+    segment_bytes: int
+    pool_uuid: bytes
+    num_blocks: int
+    table_offset_bytes: int
+    payload_offset_bytes: int
+    payload_bytes: int
+    ranges: list[tuple[int, int]]
+    """[start, end) for CUDA registration, bytes from the payload's start."""
+    generation: int
+    adopted: bool
+    """The backing was there before this session: its pages are populated and may hold prefixes."""
+
+
+class TakeWriter(Request, tag=12, frozen=True):
+    """Take the writer lease of the session's group in this namespace; `WriterTaken` otherwise."""
+
+    namespace_id: U16
+
+
+class LeaseReply(Reply, tag=12, frozen=True):
+    """A lease and when it ends unless renewed."""
+
+    lease_id: int
+    lease_deadline_ns: int
+
+
+class YieldWriter(Request, tag=13, frozen=True):
+    """Give the writer lease back."""
+
+    namespace_id: U16
+
+
+class RegistrationTurn(Request, tag=14, frozen=True):
+    """Registering the same pages from many ranks at once fails: one at a time.
+
+    `release` false asks for the turn (ask again until granted), true gives it back.
+    """
+
+    namespace_id: U16
+    release: bool
+
+
+class TurnReply(Reply, tag=14, frozen=True):
+    """`ahead`: sessions that come first; 0 and granted means register now."""
+
+    granted: bool
+    ahead: int
+
+
+# --- blocks -------------------------------------------------------------------------------------
+
+
+class Reserve(Request, tag=20, frozen=True):
+    """Take free blocks to write (the group's writer only). `CapacityError` changes nothing."""
+
+    namespace_id: U16
+    lease_id: U64
+    """0: a new lease."""
+    num_blocks: NumReserve
+
+
+class BlocksReply(Reply, tag=20, frozen=True):
+    """Blocks of a lease: reserved by Reserve, pinned by Lookup and Pin."""
+
+    lease_id: int
+    lease_deadline_ns: int
+    blocks: bytes
+    generations: bytes
+
+
+class Lookup(Request, tag=21, frozen=True):
+    """The longest published prefix of these keys, pinned. No hit: no blocks, lease_id as given."""
+
+    namespace_id: U16
+    lease_id: U64
+    key_space: KeySpace
+    keys: Keys
+
+
+class Pin(Request, tag=22, frozen=True):
+    """Pin published blocks by id. `StaleBlock` where a generation no longer matches."""
+
+    namespace_id: U16
+    lease_id: U64
+    blocks: Blocks
+    generations: Blocks
+
+
+class Unpin(Request, tag=23, frozen=True):
+    """End the lease's pins on these blocks."""
+
+    namespace_id: U16
+    lease_id: U64
+    blocks: Blocks
+
+
+class EnqueuedItem(msgspec.Struct, array_like=True, frozen=True):
+    """Blocks of one lease whose copies are in stream order: RESERVED becomes WRITING."""
+
+    lease_id: U64
+    blocks: Blocks
+    generations: Blocks
+
+
+class CompletedItem(msgspec.Struct, array_like=True, frozen=True):
+    """Blocks of one lease whose every layer the writer's CPU saw complete, in prefix order.
+
+    The first one's parent is `parent` (0: it begins the prefix), each next one's the one before it.
+    """
+
+    lease_id: U64
+    parent: U32
+    parent_generation: U32
+    blocks: Blocks
+    generations: Blocks
+    keys: Keys
+    checksums: Checksums = b""
+
+
+class ReserveItem(msgspec.Struct, array_like=True, frozen=True):
+    """Reserve this many more blocks into that lease, in the same message."""
+
+    lease_id: U64
+    num_blocks: NumReserve
+
+
+class MirrorBatch(Request, tag=24, frozen=True):
+    """All that happened to mirrors since the last one. At most one a decode step.
+
+    Enqueued and completed items are checked as a whole before anything changes. A reservation that
+    cannot be met is answered by empty blocks and does not undo the rest.
+    """
+
+    namespace_id: U16
+    key_space: KeySpace
+    enqueued: Annotated[list[EnqueuedItem], Meta(max_length=limits.MAX_BATCH_ITEMS)] = []
+    completed: Annotated[list[CompletedItem], Meta(max_length=limits.MAX_BATCH_ITEMS)] = []
+    reserve: Annotated[list[ReserveItem], Meta(max_length=limits.MAX_BATCH_ITEMS)] = []
+
+
+class ReservedItem(msgspec.Struct, array_like=True, frozen=True):
+    """What one `ReserveItem` got."""
+
+    lease_id: int
+    blocks: bytes
+    generations: bytes
+
+
+class MirrorReply(Reply, tag=24, frozen=True):
+    """For each completed block, in order, the block that now holds its key.
+
+    Another id than the writer's means that the same prefix was published before: that block is
+    pinned into the lease and the writer's own went back.
+    """
+
+    canonical_blocks: bytes
+    canonical_generations: bytes
+    lease_deadline_ns: int
+    reserved: list[ReservedItem]
+    num_free: int
+
+
+class Abandon(Request, tag=25, frozen=True):
+    """Give reserved blocks back unpublished. Empty `blocks`: all of the lease."""
+
+    namespace_id: U16
+    lease_id: U64
+    blocks: Blocks
+
+
+class Free(Request, tag=26, frozen=True):
+    """Give back blocks that the lease holds.
+
+    Reserved ones return; pinned ones are forgotten by the index once no other reader holds them.
+    `NotHeld` for any other, and nothing changes.
+    """
+
+    namespace_id: U16
+    lease_id: U64
+    blocks: Blocks
+
+
+class ReleaseLeases(Request, tag=27, frozen=True):
+    """A request ended: its pins end, its reserved blocks return, what it published stays."""
+
+    lease_ids: LeaseIds
+
+
+# --- operations ---------------------------------------------------------------------------------
+
+
+class Status(Request, tag=40, frozen=True):
+    """Everything an operator sees at a glance."""
+
+
+class StatusReply(Reply, tag=40, frozen=True):
+    """A plain mapping, the same that `hisparse-service status --json` prints."""
+
+    status: dict[str, Any]
+
+
+class Sessions(Request, tag=41, frozen=True):
+    """A page of the sessions."""
+
+    offset: U32 = 0
+
+
+class ListReply(Reply, tag=41, frozen=True):
+    """Rows of a listing; `total` tells how many there are."""
+
+    total: int
+    rows: list[dict[str, Any]]
+
+
+class ListBlocks(Request, tag=42, frozen=True):
+    """A page of a namespace's blocks, filtered by state (empty: all but FREE)."""
+
+    namespace_id: U16
+    state: Text = ""
+    offset: U32 = 0
+
+
+class Evict(Request, tag=43, frozen=True):
+    """Evict up to this many unpinned blocks, least recently used first. Answer: how many went."""
+
+    namespace_id: U16
+    num_blocks: NumReserve
+
+
+class CountReply(Reply, tag=43, frozen=True):
+    """How many."""
+
+    count: int
+
+
+class Drain(Request, tag=44, frozen=True):
+    """Take no new session and reserve nothing from now on.
+
+    With `stop`, end when the workers are gone or the deadline passes.
+    """
+
+    stop: bool
+    timeout_s: Annotated[float, Meta(ge=0, le=86_400)] = 30.0
+
+
+# --- errors and events --------------------------------------------------------------------------
+
+
+class ErrorReply(Reply, tag=99, frozen=True):
+    """A typed error: `errors.from_wire` makes it again on the other side."""
+
+    code: str
+    message: str
+    remedy: str
+    details: dict[str, Detail]
+
+
+class EpochEvent(msgspec.Struct, tag=1, array_like=True, frozen=True):
+    """Topic `epoch`: the daemon started; sent now and then, so that a late subscriber learns it."""
+
+    epoch: int
+    instance: str
+
+
+class PublishedEvent(msgspec.Struct, tag=2, array_like=True, frozen=True):
+    """Topic `published`: blocks became readable."""
+
+    epoch: int
+    namespace_id: int
+    blocks: bytes
+    generations: bytes
+    keys: bytes
+
+
+class EvictedEvent(msgspec.Struct, tag=3, array_like=True, frozen=True):
+    """Topic `evicted`: blocks are no longer readable."""
+
+    epoch: int
+    namespace_id: int
+    blocks: bytes
+    keys: bytes
+
+
+Event = EpochEvent | PublishedEvent | EvictedEvent
+TOPIC_EPOCH: Final = b"epoch"
+TOPIC_PUBLISHED: Final = b"published"
+TOPIC_EVICTED: Final = b"evicted"
+
+REQUEST_TYPES: Final[Mapping[int, type[Request]]] = {
+    cast("int", request_type.__struct_config__.tag): request_type
+    for request_type in (
+        Hello, Ping, Bye, OpenNamespace, AllocateBacking, TakeWriter, YieldWriter,
+        RegistrationTurn, Reserve, Lookup, Pin, Unpin, MirrorBatch, Abandon, Free, ReleaseLeases,
+        Status, Sessions, ListBlocks, Evict, Drain,
+    )
+}  # fmt: skip
+AnyReply = (
+    HelloReply | Pong | Done | NamespaceReply | BackingReply | LeaseReply | TurnReply | BlocksReply
+    | MirrorReply | StatusReply | ListReply | CountReply | ErrorReply
+)  # fmt: skip
+
+_REPLY_DECODER = msgspec.msgpack.Decoder(AnyReply)
+_EVENT_DECODER = msgspec.msgpack.Decoder(Event)
+_ENCODER = msgspec.msgpack.Encoder()
+_MAX_BIN_BYTES: Final = limits.MAX_KEYS * limits.BLOCK_KEY_BYTES
+
+
+def encode(message: Request | Reply | Event) -> bytes:
+    """The frame of a message."""
+    return _ENCODER.encode(message)
+
+
+def decode_request(frame: bytes) -> Request:
+    """Read a request that came over the socket.
+
+    Raises:
+        MessageTooLarge: The frame is longer than MAX_MESSAGE_BYTES.
+        MalformedMessage: Not MessagePack, no known tag, a field of the wrong type or range. Its
+            details carry ``request_id`` where that much could be read, for the answer.
+    """
+    if len(frame) > limits.MAX_MESSAGE_BYTES:
+        raise MessageTooLarge(
+            f"the message has {len(frame)} bytes, at most {limits.MAX_MESSAGE_BYTES} are read",
+            remedy="Split it: fewer keys or blocks a message",
+            limit_bytes=limits.MAX_MESSAGE_BYTES, message_bytes=len(frame),
+        )  # fmt: skip
+    try:
+        fields = msgpack.unpackb(
+            frame,
+            max_bin_len=_MAX_BIN_BYTES,
+            max_str_len=limits.MAX_TEXT_BYTES * 4,
+            max_array_len=limits.MAX_LIST_ITEMS,
+            max_map_len=limits.MAX_TEXT_BYTES,
+            max_ext_len=0,
+        )
+    except (ValueError, TypeError, RecursionError, UnicodeDecodeError) as error:
+        raise _malformed(f"not one MessagePack value within the limits ({error})") from error
+    if not isinstance(fields, list) or len(fields) < 2:
+        raise _malformed("a message is an array [tag, request_id, ...]")
+    tag, request_id = fields[0], fields[1]
+    known_id = request_id if isinstance(request_id, int) and 0 <= request_id < 2**64 else 0
+    request_type = REQUEST_TYPES.get(tag) if type(tag) is int else None
+    if request_type is None:
+        raise _malformed(f"no request has the tag {str(tag)[:40]!r}", request_id=known_id)
+    try:
+        return msgspec.convert(fields, request_type, builtin_types=_BUILTIN)
+    except msgspec.ValidationError as error:
+        raise _malformed(f"{request_type.__name__}: {error}", request_id=known_id) from error
+
+
+_BUILTIN: Final = (bytes,)
+
+
+def _malformed(what: str, **details: Detail) -> MalformedMessage:
+    return MalformedMessage(
+        what, remedy="The two sides speak different protocols, or the frame is damaged", **details
+    )
+
+
+ReplyT = TypeVar("ReplyT", bound=Reply)
+
+
+def decode_reply(frame: bytes) -> Reply:
+    """Read a reply. An `ErrorReply` is returned, not raised: see `raise_for_error`.
+
+    Raises:
+        MalformedMessage: The daemon sent something that is not a reply.
+    """
+    try:
+        return _REPLY_DECODER.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise _malformed(f"not a reply of the protocol ({error})") from error
+
+
+def decode_event(frame: bytes) -> Event:
+    """Read an event of the PUB socket.
+
+    Raises:
+        MalformedMessage: It is none.
+    """
+    try:
+        return _EVENT_DECODER.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise _malformed(f"not an event of the protocol ({error})") from error
+
+
+def error_reply(request_id: int, epoch: int, error: HiSparseError) -> ErrorReply:
+    """The reply that carries an error to the other side."""
+    return ErrorReply(
+        request_id=request_id, epoch=epoch, code=error.code, message=error.message,
+        remedy=error.remedy, details=error.details,
+    )  # fmt: skip
+
+
+def raise_for_error(reply: Reply) -> None:
+    """Raise the error an `ErrorReply` carries; do nothing for other replies."""
+    if isinstance(reply, ErrorReply):
+        raise from_wire(reply.code, reply.message, reply.remedy, reply.details)
+
+
+def u32_array(data: bytes, *, what: str) -> npt.NDArray[np.uint32]:
+    """View raw little-endian u32 (blocks, generations).
+
+    Raises:
+        MalformedMessage: The length is not a multiple of 4.
+    """
+    return _view(data, "<u4", what)
+
+
+def u64_array(data: bytes, *, what: str) -> npt.NDArray[np.uint64]:
+    """View raw little-endian u64 (checksums).
+
+    Raises:
+        MalformedMessage: The length is not a multiple of 8.
+    """
+    return _view(data, "<u8", what)
+
+
+def num_keys(keys: bytes) -> int:
+    """How many keys these bytes are.
+
+    Raises:
+        MalformedMessage: The length is not a multiple of 16.
+    """
+    if len(keys) % limits.BLOCK_KEY_BYTES:
+        raise _malformed(
+            f"keys take {limits.BLOCK_KEY_BYTES} bytes each, got {len(keys)} bytes in all"
+        )
+    return len(keys) // limits.BLOCK_KEY_BYTES
+
+
+def _view(data: bytes, dtype: str, what: str) -> npt.NDArray[Any]:
+    width = np.dtype(dtype).itemsize
+    if len(data) % width:
+        raise _malformed(f"{what}: {len(data)} bytes are no whole number of {width} B values")
+    return np.frombuffer(data, dtype)
