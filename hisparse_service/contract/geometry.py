@@ -53,7 +53,7 @@ class LayerGroup(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LayerPlace(msgspec.Struct, frozen=True):
-    """Where one layer's rows are: offset + block * block_stride + row * row_stride, all in bytes."""
+    """Where one layer's rows are: offset + block * block_stride + row * row_stride, in bytes."""
 
     offset_bytes: int
     block_stride_bytes: int
