@@ -483,7 +483,7 @@ def _same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _resident_table(handle: Any) -> ResidentTable:
-    """Handles of vLLM's, and subclasses of them, take the residency form; others the reference's."""
+    """Handles of vLLM's classes take the residency form, all others the reference's."""
     of_vllm = any(base.__module__.startswith("vllm.") for base in type(handle).__mro__)
     if of_vllm and hasattr(handle, "residency"):
         return ResidentTable.RESIDENCY

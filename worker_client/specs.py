@@ -81,7 +81,7 @@ class KVCacheLayout(Enum):
     @property
     def is_block_outermost(self) -> bool:
         """Whether one block's bytes of all layers lie together."""
-        return self.value[0] == 1
+        return self.stride_order[0] == 1
 
 
 @dataclass(frozen=True)
@@ -342,6 +342,16 @@ class KVCacheTensor:
     offset: int = 0
     host_resident: bool = False
     row_stride: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        numbers = (self.size, self.layer_stride, self.block_stride, self.row_stride or 1)
+        if not self.layers or min(numbers) < 1 or self.offset < 0:
+            raise CacheSpecError(
+                f"a tensor needs layers, a size and positive strides, got {len(self.layers)} "
+                f"layers, size {self.size}, layer_stride {self.layer_stride}, block_stride "
+                f"{self.block_stride}, row_stride {self.row_stride}, offset {self.offset} B"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
