@@ -1,0 +1,19 @@
+"""The data plane: one interface, a CPU reference, and GPU kernels that must agree with it.
+
+`runtime.py` and `mirror.py` are the only callers, on the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from worker_client.kernels.interface import KernelBackend
+from worker_client.kernels.reference import ReferenceBackend
+
+__all__ = ["KernelBackend", "ReferenceBackend", "backend_for"]
+
+
+def backend_for(device: torch.device | str) -> KernelBackend:
+    """Return the implementation for a device: the reference wherever there are no kernels."""
+    del device  # GPU kernels register here
+    return ReferenceBackend()
