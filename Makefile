@@ -1,0 +1,44 @@
+# `make demo` and `make test` set up all they need in .venv and run; both are quick the second time.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.set-up
+# xdist workers: one a core. Torch's own threads would fight over the same cores.
+JOBS ?= $(shell nproc)
+export OMP_NUM_THREADS ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format unit bench clean
+
+help: ## Show this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+$(STAMP): pyproject.toml constraints.txt deploy/setup-venv.sh
+	PYTHON=$(PYTHON) VENV=$(VENV) sh deploy/setup-venv.sh
+	@touch $@
+
+demo: $(STAMP) ## Decode real text through the service and check every token
+	$(BIN)/hisparse-service demo
+
+test: $(STAMP) lint ## Lint, types, import rules and all tests that CI runs
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not slow and not gpu"
+
+lint: $(STAMP) ## ruff, strict mypy, import directions
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP) ## Rewrite the code as ruff formats it
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+unit: $(STAMP) ## The pure tests only
+	$(BIN)/python -m pytest -n $(JOBS) tests/unit
+
+bench: $(STAMP) ## Speed of the control plane and the pool, as ratios, both sides in one run
+	$(BIN)/hisparse-service bench
+
+clean: ## Remove what make built
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
