@@ -445,9 +445,12 @@ def _bind_source(
         raise CacheContractError(
             f"the source cache of {layer_name} does not lie in the registered host pool"
         )
+    # Runtimes address a row as (block, row): the head axis, which has one slot in an MLA cache,
+    # means nothing to them.
+    rows = source.squeeze(1) if source.dim() == 4 and source.shape[1] == 1 else source
     handle.draft_layer = layer.is_draft_layer
     handle.runtime.shared_host_region = host_pool.shared_region
-    handle.runtime.bind_source_cache(source, registered_host_pool=registered)
+    handle.runtime.bind_source_cache(rows, registered_host_pool=registered)
 
 
 def _is_resident(group: Any) -> bool:
