@@ -38,7 +38,7 @@ unit: $(STAMP) ## The pure tests only
 	$(BIN)/python -m pytest -n $(JOBS) tests/unit
 
 bench: $(STAMP) ## Speed of the control plane and the pool, as ratios, both sides in one run
-	$(BIN)/hisparse-service bench
+	$(BIN)/python -m benchmarks
 
 clean: ## Remove what make built
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

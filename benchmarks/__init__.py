@@ -1,0 +1,1 @@
+"""Speed, measured: each figure is a ratio with both sides from one run."""
