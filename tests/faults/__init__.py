@@ -1,0 +1,1 @@
+"""Faults on purpose: kills, storms and fuzzing, and the checks that nothing came of them."""
