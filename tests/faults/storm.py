@@ -3,9 +3,9 @@
     python -m tests.faults.storm --kills 1000 --seed 7 [--workers 4]
 
 A driver kills -9 workers and the daemon, stops and continues them, restarts the daemon, and fills
-the file system, in an order drawn from the seed, while workers write, publish and read rows that tell
-what they are (rows.py). Where it may (root), it runs in a mount namespace of its own with a small
-tmpfs on /dev/shm, so that the file system can really be filled.
+the file system, in an order drawn from the seed, while workers write, publish and read rows that
+tell what they are (rows.py). Where it may (root), it runs in a mount namespace of its own with a
+small tmpfs on /dev/shm, so that the file system can really be filled.
 
 Its last line is one JSON object: operations, kills, recoveries, longest_outage_s, wrong_bytes,
 leaked_bytes, leaked_blocks and more. Exit code 1 where any of the last three is not 0, a process

@@ -2,9 +2,9 @@
 
     python -m tests.faults.storm_worker RUNTIME BOARD NUM_WORKERS INDEX SEED
 
-It shares made-up prompts with the other workers. Each turn it looks a prompt up, reads what was found
-and checks every row, computes (fills) the rest, and publishes it, or gives up half way. SIGTERM ends
-it after the turn.
+It shares made-up prompts with the other workers. Each turn it looks a prompt up, reads what was
+found and checks every row, computes (fills) the rest, and publishes it, or gives up half way.
+SIGTERM ends it after the turn.
 """
 
 from __future__ import annotations
