@@ -16,17 +16,44 @@ control loop (one thread; there is no lock).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import struct
 import threading
-from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 import numpy.typing as npt
 
-from hisparse_service.contract.segment import BackingRecord, Header
-from hisparse_service.pool.populate import PopulateReport, Progress
+from hisparse_service.contract.crashpoints import crash_point, declare
+from hisparse_service.contract.errors import CapacityError, ClosedError, UsageError
+from hisparse_service.contract.limits import MAX_BACKINGS
+from hisparse_service.contract.segment import (
+    BACKING_IN_USE_OFFSET,
+    BACKING_RECORD_BYTES,
+    BackingRecord,
+    Header,
+    backing_offset,
+    pack_backing,
+    table_bytes,
+    table_view,
+    unpack_backing,
+)
+from hisparse_service.pool.opening import Opened, open_pool
+from hisparse_service.pool.populate import PopulateReport, ProgressCallback
+from hisparse_service.pool.segment_file import SegmentFile
 from hisparse_service.pool.settings import PoolSettings
+from hisparse_service.pool.survey import build_arena
+
+AFTER_TABLE: Final = declare("backing.after_table_zeroed")
+AFTER_BODY: Final = declare("backing.after_body")
+AFTER_IN_USE: Final = declare("backing.after_in_use")
+AFTER_CLEAR: Final = declare("backing.after_clear")
+
+_GENERATION: Final = struct.Struct("<I")
+_GENERATION_OFFSET: Final = 4
+"""Where a backing record has its generation; a test holds it to `pack_backing`."""
+_GENERATION_MASK: Final = 2**32 - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,14 +72,15 @@ class Backing:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PoolBytes:
-    """Where the pool's bytes are; the four numbers add up to `segment_bytes`."""
+    """Where the pool's bytes are; the first four add up to `segment_bytes`."""
 
-    segment_bytes: int
     directory_bytes: int
     """Header and backing directory."""
     tables_bytes: int
     payload_bytes: int
+    """Whole pages, so up to a page a backing more than the records say."""
     free_bytes: int
+    segment_bytes: int
     largest_free_bytes: int
     """The largest single extent: the most that one payload can take now. Part of `free_bytes`."""
 
@@ -60,12 +88,23 @@ class PoolBytes:
 class Pool:
     """The daemon's segment. Owns the file descriptor, the mapping and the owner lock."""
 
+    def __init__(self, opened: Opened) -> None:
+        """Take over what `open_pool` made or found; use `create_or_adopt`."""
+        self._segment: SegmentFile = opened.segment
+        self._header = opened.header
+        self._adopted = opened.adopted
+        self._notices = opened.notices
+        self._populated = opened.populated
+        self._records: dict[int, BackingRecord] = dict(opened.records)
+        self._arena = build_arena(opened.header, self._records.values())
+        self._closed = False
+
     @classmethod
     def create_or_adopt(
         cls,
         settings: PoolSettings,
         *,
-        progress: Callable[[Progress], None] | None = None,
+        progress: ProgressCallback | None = None,
         cancel: threading.Event | None = None,
     ) -> Pool:
         """Take over the pool that is there, or make one. Follows the table in `recovery.py`.
@@ -82,68 +121,81 @@ class Pool:
             PoolTooLarge: One of the four memory limits cannot hold the pool.
             ForeignSegment: The name is taken by something that is not ours.
             RuntimeDirectoryError: A live daemon owns the pool.
-            ConfigError: The NUMA policy names nodes that are not there.
+            ConfigError: The NUMA policy names nodes that are not there, or shared memory cannot
+                be used.
+            CorruptSegmentError: So many untrusted pools stand there that no name is left.
             Cancelled: `cancel` was set.
         """
-        raise NotImplementedError
+        opened = open_pool(settings, progress=progress, cancel=cancel)
+        try:
+            return cls(opened)
+        except BaseException:
+            opened.segment.close()
+            raise
 
     # --- what it is -------------------------------------------------------------------------
 
     @property
     def segment_name(self) -> str:
         """Public name, as posix_ipc takes it: `/hisparse-<instance>-<pool>`."""
-        raise NotImplementedError
+        return self._segment.name
 
     @property
     def device(self) -> int:
         """st_dev of the segment; with `inode` its identity, which names cannot give."""
-        raise NotImplementedError
+        return self._segment.device
 
     @property
     def inode(self) -> int:
         """st_ino of the segment."""
-        raise NotImplementedError
+        return self._segment.inode
 
     @property
     def uuid(self) -> bytes:
         """16 random bytes from the header."""
-        raise NotImplementedError
+        return self._header.pool_uuid
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the whole segment."""
-        raise NotImplementedError
+        return self._header.segment_bytes
 
     @property
     def header(self) -> Header:
         """The checked header."""
-        raise NotImplementedError
+        return self._header
 
     @property
     def adopted(self) -> bool:
         """True when the segment was there before this process."""
-        raise NotImplementedError
+        return self._adopted
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What the start found that an operator should read (warning level): a pool of another
-        size, a pool beside one that cannot be used, leftovers removed, a NUMA policy or huge pages
-        that had no effect.
+        """What the start found that an operator should read (warning level).
+
+        A pool of another size, a pool beside one that cannot be used, leftovers removed, a NUMA
+        policy or huge pages that had no effect.
         """
-        raise NotImplementedError
+        return self._notices
 
     @property
     def populated(self) -> PopulateReport | None:
         """How population went; None for an adopted pool."""
-        raise NotImplementedError
+        return self._populated
 
     # --- backings ---------------------------------------------------------------------------
 
     def backings(self) -> tuple[Backing, ...]:
-        """The backings in use, by slot. Records were checked at adoption; block records were not
-        (that is the directory's: `record_checks`).
+        """The backings in use, by slot.
+
+        Records were checked at adoption; block records were not (that is the directory's:
+        `record_checks`).
         """
-        raise NotImplementedError
+        return tuple(
+            Backing(slot=slot, record=record, table=self._table(record))
+            for slot, record in sorted(self._records.items())
+        )
 
     def make_backing(
         self,
@@ -158,7 +210,7 @@ class Pool:
         """Give a range of the pool to a namespace: two extents and a slot of the directory.
 
         The block table is zeroed first and the slot's in-use byte is stored last, so a crash at any
-        store leaves no backing or a whole one.
+        store leaves no backing or a whole one. When it raises, nothing changed.
 
         Args:
             namespace: 1 to MAX_NAMESPACES.
@@ -171,8 +223,35 @@ class Pool:
         Raises:
             CapacityError: No free slot, or no extent that large (details: needed, free).
             GeometryError: Fields that a record cannot hold.
+            UsageError: Fields that would not be accepted at adoption.
         """
-        raise NotImplementedError
+        mapping = self._open().mapping
+        slot = self._free_slot()
+        table_offset, payload_offset = self._allocate(num_blocks, payload_bytes)
+        try:
+            record = BackingRecord(
+                namespace=namespace, fingerprint=fingerprint, name=name, geometry=geometry,
+                generation=self._next_generation(slot), num_blocks=num_blocks,
+                table_offset_bytes=table_offset, payload_offset_bytes=payload_offset,
+                payload_bytes=payload_bytes,
+            )  # fmt: skip
+            packed = pack_backing(record)
+            if unpack_backing(packed, segment_bytes=self.size_bytes) != record:
+                raise UsageError(f"the backing {name!r} does not survive its record")
+            table = self._table(record)
+        except BaseException:
+            self._free(table_offset, num_blocks, payload_offset, payload_bytes)
+            raise
+        table.view("u1")[:] = 0
+        crash_point(AFTER_TABLE)
+        start = backing_offset(slot)
+        body = start + BACKING_IN_USE_OFFSET + 1
+        mapping[body : start + BACKING_RECORD_BYTES] = packed[BACKING_IN_USE_OFFSET + 1 :]
+        crash_point(AFTER_BODY)
+        mapping[start + BACKING_IN_USE_OFFSET] = packed[BACKING_IN_USE_OFFSET]
+        crash_point(AFTER_IN_USE)
+        self._records[slot] = record
+        return Backing(slot=slot, record=record, table=table)
 
     def drop_backing(self, slot: int) -> None:
         """Take the range back. The in-use byte is cleared first.
@@ -182,15 +261,44 @@ class Pool:
         Raises:
             UsageError: The slot is not in use.
         """
-        raise NotImplementedError
+        mapping = self._open().mapping
+        record = self._records.get(slot)
+        if record is None:
+            raise UsageError(f"slot {slot} of the backing directory is not in use")
+        mapping[backing_offset(slot) + BACKING_IN_USE_OFFSET] = 0
+        crash_point(AFTER_CLEAR)
+        del self._records[slot]
+        self._free(
+            record.table_offset_bytes, record.num_blocks,
+            record.payload_offset_bytes, record.payload_bytes,
+        )  # fmt: skip
 
     def bytes_by_use(self) -> PoolBytes:
         """Where the pool's bytes are."""
-        raise NotImplementedError
+        arena, records = self._arena, self._records.values()
+        return PoolBytes(
+            segment_bytes=self.size_bytes,
+            directory_bytes=self.size_bytes - arena.total_bytes,
+            tables_bytes=sum(arena.round_up(table_bytes(each.num_blocks)) for each in records),
+            payload_bytes=sum(arena.round_up(each.payload_bytes) for each in records),
+            free_bytes=arena.free_bytes,
+            largest_free_bytes=arena.largest_free_bytes,
+        )
 
     def max_blocks(self, block_stride_bytes: int) -> int:
-        """The most blocks (null block included) that one backing with this stride can have now."""
-        raise NotImplementedError
+        """The most blocks (null block included) that one backing with this stride can have now.
+
+        Table and payload are taken from the same extent; 0 where not even two blocks fit.
+        """
+        if block_stride_bytes < 1:
+            raise UsageError(f"a block stride of {block_stride_bytes} bytes")
+        arena, room = self._arena, self._arena.largest_free_bytes
+        count = room // (block_stride_bytes + table_bytes(1))
+        while count > 0 and (
+            arena.round_up(table_bytes(count)) + arena.round_up(count * block_stride_bytes) > room
+        ):
+            count -= 1
+        return count if count >= 2 else 0
 
     # --- the end ----------------------------------------------------------------------------
 
@@ -201,22 +309,28 @@ class Pool:
             UsageError: Views of the mapping are alive; the owner lock is given up all the same and
                 the mapping goes with the process.
         """
-        raise NotImplementedError
+        self._closed = True
+        self._segment.close()
 
     def release(self) -> None:
-        """Unlink the segment if its name still stands for it (device, inode), then close.
-        Idempotent; the memory goes when the last worker unmaps it.
+        """Unlink the segment, then close. Idempotent.
+
+        The name is removed only if it still stands for this object (device, inode). The memory
+        goes when the last worker unmaps it.
 
         Raises:
             UsageError: Views of the mapping are alive; the name is gone all the same.
         """
-        raise NotImplementedError
+        if not self._closed:
+            self._segment.unlink()
+        self.keep()
 
     def users_attached(self) -> bool:
-        """True while a process other than the daemon holds the segment's user lock (workers take
-        `flock(fd, LOCK_SH)` on the segment when they map it). One system call.
+        """True while a process other than the daemon holds the segment's user lock.
+
+        Workers take `flock(fd, LOCK_SH)` on the segment when they map it. One system call.
         """
-        raise NotImplementedError
+        return self._open().users_attached()
 
     def __enter__(self) -> Pool:
         return self
@@ -227,4 +341,59 @@ class Pool:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.keep()
+        # The views of a failing caller are still in its traceback: do not hide its error.
+        with contextlib.suppress(UsageError) if exc is not None else contextlib.nullcontext():
+            self.keep()
+
+    # --- inside -----------------------------------------------------------------------------
+
+    def _open(self) -> SegmentFile:
+        if self._closed:
+            raise ClosedError(f"the pool {self._segment.name} is closed")
+        return self._segment
+
+    def _table(self, record: BackingRecord) -> npt.NDArray[Any]:
+        return table_view(
+            self._open().mapping,
+            table_offset_bytes=record.table_offset_bytes,
+            num_blocks=record.num_blocks,
+        )
+
+    def _free_slot(self) -> int:
+        for slot in range(MAX_BACKINGS):
+            if slot not in self._records:
+                return slot
+        raise CapacityError(
+            f"all {MAX_BACKINGS} backings of the pool are in use",
+            remedy="Drop a backing that is not used, or serve this model from another pool",
+            needed=1,
+            free=0,
+        )
+
+    def _next_generation(self, slot: int) -> int:
+        """One more than the slot's last record says, which is only a number: it was never trusted.
+
+        0 is left out, so that it can stand for "none".
+        """
+        offset = backing_offset(slot) + _GENERATION_OFFSET
+        (last,) = _GENERATION.unpack_from(self._open().mapping, offset)
+        return int(last + 1) & _GENERATION_MASK or 1
+
+    def _allocate(self, num_blocks: int, payload_bytes: int) -> tuple[int, int]:
+        if num_blocks < 2 or payload_bytes < 1:
+            raise UsageError(
+                f"a backing of {num_blocks} blocks and {payload_bytes} bytes",
+                remedy="A backing has the null block and at least one more, and a payload",
+            )
+        table_offset = self._arena.allocate(table_bytes(num_blocks))
+        try:
+            return table_offset, self._arena.allocate(payload_bytes)
+        except BaseException:
+            self._arena.free(table_offset, table_bytes(num_blocks))
+            raise
+
+    def _free(
+        self, table_offset: int, num_blocks: int, payload_offset: int, payload_bytes: int
+    ) -> None:
+        self._arena.free(table_offset, table_bytes(num_blocks))
+        self._arena.free(payload_offset, payload_bytes)

@@ -1,11 +1,38 @@
-"""Reserve every page of a segment for real, with all cores, before anybody hears of it (I5)."""
+"""Reserve every page of a segment for real, with all cores, before anybody hears of it (I5).
+
+Threads take chunks in turn and stay in the kernel, without the GIL, for each. The calling thread
+starts them, reports progress, and waits; when it returns or raises, no thread is left.
+
+Two methods. `POPULATE_WRITE` zeroes and maps the pages in parallel, and a worker that maps the pool
+later only builds page tables. `FALLOCATE` only takes the pages from the kernel, one thread at a
+time, and leaves zeroing to the first touch: the daemon is ready sooner, but whoever attaches first
+pays for the whole pool, which together takes longer (`benchmarks/bench_populate.py` prints both,
+the first attach included).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
 
 from hisparse_service.contract.errors import HiSparseError
+from hisparse_service.contract.limits import MIB
+from hisparse_service.pool import os_calls
+
+CHUNK_BYTES: Final = 64 * MIB
+"""One call's worth: 0.13 s at the 0.5 GiB/s of one slow thread, which bounds cancellation."""
+_CHUNKS_PER_THREAD: Final = 4
+"""A small pool is cut finer than CHUNK_BYTES, so that all threads end at about the same time."""
+_CHUNK_ALIGNMENT_BYTES: Final = 2 * MIB
+"""What one page of page tables maps: two threads never fill the same one."""
+PROGRESS_INTERVAL_S: Final = 0.1
+_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 
 class Cancelled(HiSparseError):
@@ -48,3 +75,179 @@ class PopulateReport:
     elapsed_s: float
     threads: int
     method: PopulateMethod
+
+
+ProgressCallback = Callable[[Progress], None]
+
+
+def default_threads() -> int:
+    """One thread for each CPU that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def supported_method(address: int) -> PopulateMethod:
+    """The method that this kernel knows, tried on the first page of the mapping.
+
+    Raises:
+        OSError: The page cannot be had (EFAULT or ENOMEM).
+    """
+    try:
+        os_calls.madvise(address, _PAGE_BYTES, os_calls.MADV_POPULATE_WRITE)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return PopulateMethod.FALLOCATE
+        raise
+    return PopulateMethod.POPULATE_WRITE
+
+
+def populate(
+    *,
+    fd: int,
+    address: int,
+    size_bytes: int,
+    threads: int = 0,
+    method: PopulateMethod | None = None,
+    progress: ProgressCallback | None = None,
+    cancel: threading.Event | None = None,
+) -> PopulateReport:
+    """Reserve all pages of a mapped object.
+
+    Args:
+        fd: The object.
+        address: Where all of it is mapped, writable. Stays mapped until this returns.
+        size_bytes: Bytes to reserve, from the start.
+        threads: 0 for `default_threads`.
+        method: None for what the kernel knows.
+        progress: Called from the calling thread, about every PROGRESS_INTERVAL_S and at the end.
+        cancel: Set it to give up.
+
+    Raises:
+        Cancelled: `cancel` was set.
+        OSError: Pages cannot be had: ENOSPC, or EFAULT or ENOMEM where a touch would have been a
+            SIGBUS.
+    """
+    started = time.monotonic()
+    chosen = method or supported_method(address)
+    run = _Run(
+        fd=fd, address=address, size_bytes=size_bytes, method=chosen,
+        threads=min(threads or default_threads(), -(-size_bytes // _CHUNK_ALIGNMENT_BYTES)),
+    )  # fmt: skip
+    run.start()
+    try:
+        while not run.wait(PROGRESS_INTERVAL_S):
+            if cancel is not None and cancel.is_set():
+                raise Cancelled("population was cancelled", done_bytes=run.done_bytes)
+            if progress is not None:
+                progress(run.progress(started))
+    finally:
+        run.stop()
+    if run.error is not None:
+        raise run.error
+    if cancel is not None and cancel.is_set():
+        raise Cancelled("population was cancelled", done_bytes=run.done_bytes)
+    if progress is not None:
+        progress(run.progress(started))
+    return PopulateReport(
+        total_bytes=size_bytes,
+        elapsed_s=time.monotonic() - started,
+        threads=run.num_threads,
+        method=chosen,
+    )
+
+
+class _Run:
+    """The threads of one population. Shared state is under `_lock`."""
+
+    def __init__(
+        self, *, fd: int, address: int, size_bytes: int, method: PopulateMethod, threads: int
+    ) -> None:
+        self._fd = fd
+        self._address = address
+        self._size_bytes = size_bytes
+        self._method = method
+        self.num_threads = max(1, threads)
+        self._chunk_bytes = _chunk_bytes(size_bytes, self.num_threads)
+        self._lock = threading.Lock()
+        self._next_offset = 0
+        self._done_bytes = 0
+        self._running = 0
+        self._finished = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self.error: OSError | None = None
+
+    @property
+    def done_bytes(self) -> int:
+        return self._done_bytes
+
+    def progress(self, started: float) -> Progress:
+        return Progress(
+            done_bytes=self._done_bytes,
+            total_bytes=self._size_bytes,
+            elapsed_s=time.monotonic() - started,
+        )
+
+    def start(self) -> None:
+        self._running = self.num_threads
+        for index in range(self.num_threads):
+            thread = threading.Thread(target=self._work, name=f"pool-populate-{index}", daemon=True)
+            self._threads.append(thread)
+            try:
+                thread.start()
+            except RuntimeError:
+                # No more threads to be had (RLIMIT_NPROC): the ones that run do the work.
+                self._threads.pop()
+                with self._lock:
+                    self._running -= self.num_threads - index
+                    self.num_threads = max(1, index)
+                if index == 0:
+                    self._running = 1
+                    self._work()
+                break
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._finished.wait(timeout_s)
+
+    def stop(self) -> None:
+        """Hand out no more chunks and wait for the threads: they use the mapping."""
+        with self._lock:
+            self._next_offset = self._size_bytes
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        try:
+            while (chunk := self._take()) is not None:
+                self._reserve(*chunk)
+                with self._lock:
+                    self._done_bytes += chunk[1]
+        except OSError as error:
+            with self._lock:
+                self.error = self.error or error
+                self._next_offset = self._size_bytes
+        finally:
+            with self._lock:
+                self._running -= 1
+                last = self._running <= 0
+            if last:
+                self._finished.set()
+
+    def _take(self) -> tuple[int, int] | None:
+        with self._lock:
+            offset = self._next_offset
+            length = min(self._chunk_bytes, self._size_bytes - offset)
+            self._next_offset += max(0, length)
+        return (offset, length) if length > 0 else None
+
+    def _reserve(self, offset_bytes: int, length_bytes: int) -> None:
+        if self._method is PopulateMethod.FALLOCATE:
+            os_calls.fallocate(self._fd, offset_bytes, length_bytes)
+        else:
+            os_calls.madvise(
+                self._address + offset_bytes, length_bytes, os_calls.MADV_POPULATE_WRITE
+            )
+
+
+def _chunk_bytes(size_bytes: int, threads: int) -> int:
+    share = -(-size_bytes // (threads * _CHUNKS_PER_THREAD))
+    aligned = -(-share // _CHUNK_ALIGNMENT_BYTES) * _CHUNK_ALIGNMENT_BYTES
+    return min(CHUNK_BYTES, aligned)

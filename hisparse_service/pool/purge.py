@@ -1,12 +1,25 @@
 """Remove the segments of an instance that no live process owns or uses, and say what was found.
 
-For `hisparse-service purge`: any process of the same user, no daemon needed.
+For `hisparse-service purge`: any process of the same user, no daemon needed. A name is never proof.
+Four things are, all of them together: the header names this instance (or was never finished), the
+owner lock was free and is held from here on, nobody holds the user lock, and no process that can be
+seen has it mapped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
+import os
+from pathlib import Path
+from typing import Final
+
+from hisparse_service.pool import names, survey
+from hisparse_service.pool.recovery import HeaderFound, Owner, Users
+from hisparse_service.pool.segment_file import SegmentFile
+
+_PROC: Final = Path("/proc")
 
 
 class Verdict(enum.Enum):
@@ -45,7 +58,61 @@ class Finding:
 def purge(instance: str, *, mode: PurgeMode = PurgeMode.REMOVE) -> tuple[Finding, ...]:
     """Look at every segment of `instance`; remove those that no live process owns or uses.
 
+    A segment of ours whose header or contents are corrupt is removed too: this is the operator's
+    word, where a starting daemon leaves it alone.
+
     Raises:
         ConfigError: The instance name cannot be one.
     """
-    raise NotImplementedError
+    names.check_instance_name(instance)
+    return tuple(_purge_one(name, mode) for name in survey.list_names(instance))
+
+
+def _purge_one(name: str, mode: PurgeMode) -> Finding:
+    found = survey.look(name)
+    if found is None:
+        return Finding(name=name, size_bytes=0, verdict=Verdict.GONE, reason="it went meanwhile")
+    try:
+        size = found.segment.size_bytes if found.segment is not None else 0
+        verdict, reason = _judge(name, found)
+        if verdict is Verdict.REMOVABLE and mode is PurgeMode.REMOVE and found.segment is not None:
+            verdict = Verdict.REMOVED if found.segment.unlink() else Verdict.GONE
+        return Finding(name=name, size_bytes=size, verdict=verdict, reason=reason)
+    finally:
+        found.close()
+
+
+def _judge(name: str, found: survey.Survey) -> tuple[Verdict, str]:
+    parsed = names.parse(name)
+    building = parsed is not None and parsed.creator_pid is not None
+    unfinished = found.header_found is HeaderFound.UNFINISHED
+    foreign = (HeaderFound.FOREIGN, HeaderFound.WRONG_VERSION)
+    if found.header_found in foreign or found.segment is None or (unfinished and not building):
+        return Verdict.FOREIGN, found.reason
+    if found.owner is Owner.HELD:
+        return Verdict.OWNED, "a live daemon holds its owner lock"
+    if found.users is Users.ATTACHED:
+        return Verdict.IN_USE, "a live process holds its user lock"
+    mappers = mapping_pids(found.segment)
+    if mappers:
+        return Verdict.IN_USE, f"mapped by pid {', '.join(map(str, mappers))}"
+    return Verdict.REMOVABLE, found.reason or "no live process owns or uses it"
+
+
+def mapping_pids(segment: SegmentFile, proc_dir: Path = _PROC) -> tuple[int, ...]:
+    """Processes that have the segment mapped, of those whose maps may be read.
+
+    Segments have mode 0600, so only this user's and root's processes can be among the others;
+    those of other PID namespaces are told by their user lock.
+    """
+    device = f"{os.major(segment.device):02x}:{os.minor(segment.device):02x}"
+    wanted = [device, str(segment.inode)]
+    pids = []
+    for entry in proc_dir.iterdir():
+        if not entry.name.isdecimal():
+            continue
+        with contextlib.suppress(OSError):
+            lines = (entry / "maps").read_text(errors="replace").splitlines()
+            if any(line.split(None, 5)[3:5] == wanted for line in lines):
+                pids.append(int(entry.name))
+    return tuple(sorted(pids))

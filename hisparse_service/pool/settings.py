@@ -13,6 +13,8 @@ from pathlib import Path
 from hisparse_service.contract.errors import ConfigError
 from hisparse_service.contract.limits import MAX_POOL_BYTES, MIB
 from hisparse_service.pool.names import check_instance_name, check_pool_name
+from hisparse_service.pool.numa import parse_policy
+from hisparse_service.pool.populate import PopulateMethod
 
 MIN_POOL_BYTES = 1 * MIB
 MAX_POPULATE_THREADS = 256
@@ -48,7 +50,7 @@ class PoolSettings:
     """Settings of one pool.
 
     Raises:
-        ConfigError: A name or a size that cannot work.
+        ConfigError: A name, a policy or a size that cannot work.
     """
 
     pool_bytes: int
@@ -59,6 +61,8 @@ class PoolSettings:
     """Letters, digits and `_`, at most 32."""
     populate_threads: int = 0
     """0: one for each CPU that this process may run on."""
+    populate_method: PopulateMethod | None = None
+    """None: POPULATE_WRITE where the kernel has it (see populate.py for the trade)."""
     numa: str = "default"
     """`default`, `interleave` or `bind:<nodes>` (as in `bind:0-1,3`)."""
     huge_pages: HugePages = HugePages.OFF
@@ -68,6 +72,7 @@ class PoolSettings:
     def __post_init__(self) -> None:
         check_instance_name(self.instance)
         check_pool_name(self.pool_name)
+        parse_policy(self.numa)
         if not MIN_POOL_BYTES <= self.pool_bytes <= MAX_POOL_BYTES:
             raise ConfigError(
                 f"pool_bytes is {self.pool_bytes}, it can be {MIN_POOL_BYTES} to {MAX_POOL_BYTES}",
