@@ -7,9 +7,13 @@ tensor is made.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
-from hisparse_service.contract.limits import CONNECT_TIMEOUT_S
+from hisparse_service.contract.errors import ConfigError
+from hisparse_service.contract.limits import CONNECT_TIMEOUT_S, MAX_UNIX_PATH_BYTES
 from worker_client.client import Client
+from worker_client.embedded import SCHEME, EmbeddedDaemon
+from worker_client.session import Identity, Session
 
 __all__ = ["Client", "connect"]
 
@@ -40,4 +44,41 @@ def connect(
         ConfigError: The endpoint cannot be used.
         ServiceUnavailable: No answer in time.
     """
-    raise NotImplementedError
+    identity = Identity(
+        client_name=client_name,
+        group=group,
+        rank=rank,
+        world_size=world_size,
+        device_uuid=device_uuid,
+    )
+    address = os.fspath(endpoint)
+    if not address.startswith(SCHEME):
+        session = Session(_ipc_endpoint(address), identity)
+        session.open(timeout_s=timeout_s)
+        return Client(session)
+    daemon = EmbeddedDaemon.start(address)
+    try:
+        session = Session(daemon.endpoint, identity)
+        session.open(timeout_s=timeout_s, alive=daemon.check_alive)
+        return Client(session, embedded=daemon)
+    except BaseException:
+        daemon.stop()
+        raise
+
+
+def _ipc_endpoint(address: str) -> str:
+    scheme, separator, path = address.rpartition("://")
+    if separator and scheme != "ipc":
+        raise ConfigError(
+            f"the endpoint {address!r} has the scheme {scheme!r}",
+            remedy="Use ipc://, the daemon's runtime directory, or embedded://",
+        )
+    if not separator:
+        path = str(Path(path).absolute() / "control.sock")
+    if not path or len(os.fsencode(path)) > MAX_UNIX_PATH_BYTES:
+        raise ConfigError(
+            f"the socket path {path!r} has {len(os.fsencode(path))} bytes, "
+            f"allowed are 1 to {MAX_UNIX_PATH_BYTES}",
+            remedy="Give the daemon a shorter runtime directory",
+        )
+    return f"ipc://{path}"

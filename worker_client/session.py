@@ -1,0 +1,607 @@
+"""One connection to the daemon: requests, heartbeats, and what happens when it goes away.
+
+A request is sent and answered on the caller's own thread: one send, one blocking receive, no
+hand-over to another thread, which would cost more than the daemon's whole work. One re-entrant lock
+(`Session.lock`) guards the socket and, for the client's objects, everything that a new session
+changes. One background thread sends heartbeats from registration on, renews leases and notices
+that the daemon went or came back; it takes the same lock.
+
+    STARTING --Hello answered--> ALIVE --disconnected, silent--> AWAY --answered--> ALIVE
+    any --close--> CLOSED
+
+A new session (`UnknownSession`, another epoch, a new connection) is made inside the request that
+found out, or by the background thread, whichever comes first; `SessionOwner.reattach` then opens
+namespaces and pins leases again before the request is built once more with the new numbers.
+
+Any thread may call. After a fork the child's copy is unusable: it would share the parent's socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import select
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Final, Protocol, TypeVar
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from hisparse_service.contract import limits
+from hisparse_service.contract.errors import (
+    ClosedError,
+    HiSparseError,
+    InternalError,
+    MessageTooLarge,
+    NotReady,
+    ServiceUnavailable,
+    UnknownSession,
+    from_wire,
+)
+from hisparse_service.contract.messages import (
+    Bye,
+    ErrorReply,
+    Hello,
+    HelloReply,
+    Ping,
+    Pong,
+    Reply,
+    Request,
+    decode_reply,
+    encode,
+)
+from worker_client.telemetry import WorkerCounters
+
+_WAIT_SLICE_S: Final = 0.05
+"""A waiting request looks this often whether the connection broke or the session was closed."""
+_HEARTBEAT_TIMEOUT_S: Final = 1.0
+"""The daemon answers within 0.1 s whatever happens (I7); ten times that is silence."""
+_AWAY_POLL_S: Final = 0.1
+_NOT_READY_PAUSE_S: Final = 0.05
+_COUNTERS_EVERY_S: Final = 5.0
+_RECONNECT_MS: Final = 20
+_RECONNECT_MAX_MS: Final = 200
+_BYE_TIMEOUT_S: Final = 0.5
+_JOIN_TIMEOUT_S: Final = 10.0
+_MAX_ATTEMPTS: Final = 4
+"""Sessions that one request may see end before it gives up."""
+
+ReplyT = TypeVar("ReplyT", bound=Reply)
+BuildRequest = Callable[[int], Request]
+"""Makes the request for a request id; called again, with the new session's numbers, on a retry."""
+
+
+class SessionState(enum.Enum):
+    """Where the connection stands; see the module's header for the transitions."""
+
+    STARTING = "starting"
+    ALIVE = "alive"
+    AWAY = "away"
+    CLOSED = "closed"
+
+
+_TRANSITIONS: Final = {
+    SessionState.STARTING: (SessionState.ALIVE, SessionState.CLOSED),
+    SessionState.ALIVE: (SessionState.AWAY, SessionState.ALIVE, SessionState.CLOSED),
+    SessionState.AWAY: (SessionState.ALIVE, SessionState.AWAY, SessionState.CLOSED),
+    SessionState.CLOSED: (SessionState.CLOSED,),
+}
+
+
+class WhenAway(enum.Enum):
+    """What a request does when the daemon is away."""
+
+    WAIT = "wait"
+    """Wait for it until the deadline."""
+    FAIL = "fail"
+    """`ServiceUnavailable` as soon as it is known to be away: for callers in a decode step."""
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client tells about itself in Hello."""
+
+    client_name: str
+    group: str = ""
+    rank: int = 0
+    world_size: int = 1
+    device_uuid: str = ""
+
+
+class SessionOwner(Protocol):
+    """Whose leases and namespaces live in a session. All calls come with `Session.lock` held."""
+
+    def reattach(self) -> None:
+        """A new session was made: open namespaces and pin leases again. PeerErrors may go up."""
+
+    def hand_in(self) -> None:
+        """The daemon answers again: hand in what completed meanwhile."""
+
+    def leases_to_renew(self, now_ns: int) -> list[int]:
+        """Ids of the leases that are due."""
+
+    def renewed(self, lease_ids: list[int], pong: Pong) -> None:
+        """The answer for these ids."""
+
+    def late_reply(self, reply: Reply) -> None:
+        """A reply whose request gave up before. It may have taken something that must go back."""
+
+    def housekeeping(self) -> None:
+        """Once a heartbeat while the daemon is there."""
+
+
+class _SessionGone(Exception):
+    """The daemon does not know this session, or the connection that carried it broke."""
+
+
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _mark_forked() -> None:
+    for session in list(_sessions):
+        session._forked = True
+        session._usable = False
+        # Another thread of the parent may hold the lock; it does not exist in this process.
+        session.lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_mark_forked)
+
+
+class Session:
+    """A DEALER socket, its registration with the daemon and its background thread.
+
+    Args:
+        endpoint: ``ipc://`` and the path of the control socket.
+        identity: Who this client is.
+        timeout_s: Deadline of requests that bring none.
+        counters: Where time-outs and reconnects are counted.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        identity: Identity,
+        *,
+        timeout_s: float = limits.DEFAULT_REQUEST_TIMEOUT_S,
+        counters: WorkerCounters | None = None,
+    ) -> None:
+        self.endpoint = endpoint
+        self.identity = identity
+        self.counters = counters if counters is not None else WorkerCounters()
+        self.lock = threading.RLock()
+        self.owner: SessionOwner | None = None
+        self.epoch = 0
+        self.hello: HelloReply | None = None
+        self.state = SessionState.STARTING
+        self._timeout_s = timeout_s
+        self._next_id = 1
+        self._usable = True
+        self._forked = False
+        self._connected = False
+        self._needs_hello = True
+        self._attaching = False
+        self._last_reply_s = 0.0
+        self._counters_sent_s = 0.0
+        self._heartbeat_s = limits.HEARTBEAT_INTERVAL_S
+        self._thread: threading.Thread | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self._set_options()
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        _sessions.add(self)
+
+    def _set_options(self) -> None:
+        for option, value in (
+            (zmq.LINGER, limits.SOCKET_LINGER_MS),
+            (zmq.SNDHWM, limits.SEND_HIGH_WATER_MARK),
+            (zmq.RCVHWM, limits.RECEIVE_HIGH_WATER_MARK),
+            (zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES),
+            (zmq.RECONNECT_IVL, _RECONNECT_MS),
+            (zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS),
+            (zmq.RCVTIMEO, int(_WAIT_SLICE_S * 1000)),
+            (zmq.SNDTIMEO, int(_WAIT_SLICE_S * 1000)),
+        ):
+            self._socket.setsockopt(option, value)
+
+    # --- life -----------------------------------------------------------------------------------
+
+    def open(self, *, timeout_s: float, alive: Callable[[], None] = lambda: None) -> None:
+        """Connect, register, and start the background thread. On failure the session is closed.
+
+        Args:
+            timeout_s: For the daemon's answer.
+            alive: Called while waiting; raises to give up early (a child that ended, say).
+
+        Raises:
+            ServiceUnavailable: No answer in time.
+            ProtocolMismatch, NotAuthorised, QuotaExceeded: The daemon refused.
+        """
+        try:
+            self._socket.connect(self.endpoint)
+            with self.lock:
+                self._register(time.monotonic() + timeout_s, alive)
+            self._thread = threading.Thread(
+                target=self._run, name="hisparse-heartbeat", daemon=True
+            )
+            self._thread.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Say Bye where the daemon answers, end the thread, close the sockets. Idempotent."""
+        if self._closed:
+            return
+        self._usable = False
+        if self._forked:
+            self.state = SessionState.CLOSED  # socket, thread and descriptors are the parent's
+            return
+        os.eventfd_write(self._wake_fd, 1)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_TIMEOUT_S)
+        with self.lock:
+            if self._closed:
+                return
+            linger_ms = 0
+            if self.state is SessionState.ALIVE and not self._needs_hello:
+                linger_ms = self._say_bye()
+            self._move(SessionState.CLOSED)
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._socket.close(linger=linger_ms)
+            self._context.term()
+            os.close(self._wake_fd)
+            _sessions.discard(self)
+
+    def _say_bye(self) -> int:
+        with contextlib.suppress(HiSparseError, zmq.ZMQError, _SessionGone):
+            self._exchange(Bye, time.monotonic() + _BYE_TIMEOUT_S, closing=True)
+            return limits.SOCKET_LINGER_MS
+        return 0
+
+    @property
+    def context(self) -> zmq.Context[zmq.Socket[bytes]]:
+        """For further sockets of this client; they must be closed before `close`."""
+        self._check_usable()
+        return self._context
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the daemon answered last time. Reads without the lock: a hint."""
+        return self.state is SessionState.ALIVE and not self._needs_hello
+
+    @property
+    def _closed(self) -> bool:
+        return self.state is SessionState.CLOSED
+
+    def _move(self, state: SessionState) -> None:
+        if state not in _TRANSITIONS[self.state]:
+            raise InternalError(f"session {self.endpoint}: {self.state.value} to {state.value}")
+        self.state = state
+
+    def _check_usable(self) -> None:
+        if self._usable:
+            return
+        if self._forked:
+            raise ClosedError(
+                "this client was made before a fork; its connection belongs to the parent process",
+                remedy="Connect again in the child, or start workers by spawn",
+            )
+        raise ClosedError("the client is closed", remedy="Connect again")
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def request(
+        self,
+        build: BuildRequest,
+        reply_type: type[ReplyT],
+        *,
+        timeout_s: float | None = None,
+        when_away: WhenAway = WhenAway.WAIT,
+    ) -> ReplyT:
+        """Send one request and wait for its reply, on this thread.
+
+        Args:
+            build: Makes the request. Called again when a new session had to be made meanwhile.
+            reply_type: What the reply must be.
+            timeout_s: Deadline from now; the session's own when None.
+            when_away: What to do when the daemon is away.
+
+        Raises:
+            ServiceUnavailable: No reply before the deadline. The daemon may still carry it out.
+            HiSparseError: The daemon's typed answer.
+            ClosedError: After `close`, or in a forked child.
+        """
+        if not self._usable:
+            self._check_usable()
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline_s = time.monotonic() + timeout_s
+        if not self.lock.acquire(timeout=max(timeout_s, 0.0)):
+            raise self._unavailable("another request of this client is waiting for the daemon")
+        try:
+            if self.state is SessionState.ALIVE and not self._needs_hello:
+                try:
+                    reply = self._exchange(build, deadline_s)
+                except _SessionGone:
+                    self._needs_hello = True
+                    reply = self._request_again(build, deadline_s, when_away)
+            else:
+                reply = self._request_again(build, deadline_s, when_away)
+        finally:
+            self.lock.release()
+        if type(reply) is reply_type:
+            return reply
+        raise InternalError(
+            f"the daemon answered {type(reply).__name__}, expected {reply_type.__name__}"
+        )
+
+    def _request_again(self, build: BuildRequest, deadline_s: float, when_away: WhenAway) -> Reply:
+        if self._attaching:
+            raise _SessionGone
+        for _ in range(_MAX_ATTEMPTS):
+            if not self.is_alive:
+                if when_away is WhenAway.FAIL:
+                    self._away()
+                    raise self._unavailable("the daemon is away")
+                self._revive(deadline_s)
+            try:
+                return self._exchange(build, deadline_s)
+            except _SessionGone:
+                self._needs_hello = True
+        raise self._unavailable(f"the session ended {_MAX_ATTEMPTS} times during one request")
+
+    def _exchange(self, build: BuildRequest, deadline_s: float, *, closing: bool = False) -> Reply:
+        if not self._usable and not closing:
+            self._check_usable()
+        request_id = self._next_id
+        self._next_id = request_id + 1
+        frame = encode(build(request_id))
+        if len(frame) > limits.MAX_MESSAGE_BYTES:
+            raise MessageTooLarge(
+                f"the request has {len(frame)} bytes, at most {limits.MAX_MESSAGE_BYTES} are sent",
+                remedy="Split it: fewer keys or blocks a message",
+                limit_bytes=limits.MAX_MESSAGE_BYTES,
+                message_bytes=len(frame),
+            )
+        try:
+            self._socket.send(frame)
+        except zmq.Again:
+            self._away()
+            raise self._unavailable("the daemon does not read its socket") from None
+        reply = self._receive(request_id, deadline_s, closing=closing)
+        if type(reply) is ErrorReply:
+            if reply.code == UnknownSession.__name__:
+                raise _SessionGone
+            raise from_wire(reply.code, reply.message, reply.remedy, reply.details)
+        if reply.epoch != self.epoch and type(reply) is not HelloReply:
+            raise _SessionGone
+        return reply
+
+    def _receive(self, request_id: int, deadline_s: float, *, closing: bool) -> Reply:
+        receive = self._socket.recv
+        while True:
+            now_s = time.monotonic()
+            if deadline_s - now_s < _WAIT_SLICE_S:
+                self._socket.poll(max(0, int((deadline_s - now_s) * 1000)))
+                flags = int(zmq.NOBLOCK)
+            else:
+                flags = 0
+            try:
+                frame = receive(flags)
+            except zmq.Again:
+                self._while_waiting(deadline_s, closing=closing)
+                continue
+            reply = decode_reply(frame)
+            if reply.request_id == request_id:
+                self._last_reply_s = now_s
+                return reply
+            self.counters.add("late_replies")
+            if self.owner is not None and reply.epoch == self.epoch:
+                self.owner.late_reply(reply)
+
+    def _while_waiting(self, deadline_s: float, *, closing: bool) -> None:
+        """Called after each slice without a reply.
+
+        Raises:
+            _SessionGone: The connection broke, so no reply will come.
+            ServiceUnavailable: The deadline passed.
+            ClosedError: Closed by another thread meanwhile.
+        """
+        if not closing:
+            self._check_usable()
+        self._read_monitor()
+        if self._needs_hello:
+            raise _SessionGone
+        if time.monotonic() >= deadline_s:
+            self.counters.add("request_timeouts")
+            self._away()
+            raise self._unavailable("no answer before the deadline")
+
+    def _unavailable(self, what: str) -> ServiceUnavailable:
+        return ServiceUnavailable(
+            f"{what} ({self.endpoint})",
+            remedy="See whether the daemon runs (`hisparse-service status`) and try again",
+        )
+
+    # --- coming and going of the daemon ---------------------------------------------------------
+
+    def _read_monitor(self) -> None:
+        """Take the socket's own account of its connection. A broken one ended the session."""
+        while True:
+            try:
+                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
+            except zmq.Again:
+                return
+            self._connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if event == zmq.EVENT_DISCONNECTED:
+                self._needs_hello = True
+
+    def _away(self) -> None:
+        if self.state is SessionState.ALIVE:
+            self._move(SessionState.AWAY)
+            os.eventfd_write(self._wake_fd, 1)
+
+    def _revive(self, deadline_s: float) -> None:
+        """Make the session usable again: a heartbeat if it was only silent, else a new one.
+
+        Raises:
+            ServiceUnavailable: Not before the deadline.
+        """
+        self._read_monitor()
+        if not self._needs_hello:
+            try:
+                self._exchange(self._heartbeat, deadline_s)
+            except _SessionGone:
+                self._needs_hello = True
+            else:
+                self._move(SessionState.ALIVE)
+                self._call_owner_hand_in()
+                return
+        self._away()
+        self._register(deadline_s)
+
+    def _register(self, deadline_s: float, alive: Callable[[], None] = lambda: None) -> None:
+        """Say Hello until it is answered; then, unless it is the first time, attach again."""
+        while True:
+            self._wait_connected(deadline_s, alive)
+            self._needs_hello = False
+            try:
+                # Bounded, so that `alive` is looked at while a daemon that listens does not answer.
+                slice_s = min(deadline_s, time.monotonic() + _HEARTBEAT_TIMEOUT_S)
+                reply = self._exchange(self._hello, slice_s)
+                break
+            except NotReady:
+                self._needs_hello = True
+                alive()
+                if time.monotonic() + _NOT_READY_PAUSE_S >= deadline_s:
+                    raise
+                time.sleep(_NOT_READY_PAUSE_S)
+            except ServiceUnavailable:
+                self._needs_hello = True
+                alive()
+                if time.monotonic() >= deadline_s:
+                    raise
+            except _SessionGone:
+                self._needs_hello = True
+            except BaseException:
+                self._needs_hello = True
+                raise
+        if not isinstance(reply, HelloReply):
+            raise InternalError(f"the daemon answered Hello by {type(reply).__name__}")
+        is_first = self.hello is None
+        # Set first, so that a lock-free `BlockLease.check` that sees the new epoch waits.
+        self._attaching = not is_first
+        self.hello, self.epoch = reply, reply.epoch
+        self._heartbeat_s = min(max(reply.heartbeat_interval_s, 0.05), limits.SESSION_TIMEOUT_S)
+        self._move(SessionState.ALIVE)
+        if not is_first:
+            self.counters.add("reconnects")
+            self._reattach()
+
+    def _reattach(self) -> None:
+        try:
+            if self.owner is not None:
+                self.owner.reattach()
+        except (_SessionGone, ServiceUnavailable) as error:
+            self._needs_hello = True
+            self._away()
+            raise self._unavailable("the daemon went away while attaching again") from error
+        finally:
+            self._attaching = False
+        self._call_owner_hand_in()
+
+    def _call_owner_hand_in(self) -> None:
+        if self.owner is None:
+            return
+        self._attaching = True
+        try:
+            self.owner.hand_in()
+        except (_SessionGone, ServiceUnavailable):
+            self._needs_hello = True
+            self._away()
+        finally:
+            self._attaching = False
+
+    def _wait_connected(self, deadline_s: float, alive: Callable[[], None]) -> None:
+        """Nothing is queued for a daemon that is not there: it would hear it much later."""
+        while True:
+            self._read_monitor()
+            if self._connected:
+                return
+            alive()
+            self._check_usable()
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise self._unavailable("no daemon listens there")
+            self._monitor.poll(max(1, int(min(left_s, _WAIT_SLICE_S) * 1000)))
+
+    def _hello(self, request_id: int) -> Hello:
+        who = self.identity
+        return Hello(
+            request_id, limits.PROTOCOL_MIN, limits.PROTOCOL_MAX, who.client_name, who.group,
+            who.rank, who.world_size, who.device_uuid,
+        )  # fmt: skip
+
+    def _heartbeat(self, request_id: int) -> Ping:
+        return Ping(request_id, [], self.counters.snapshot())
+
+    # --- background -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poller = select.poll()
+        poller.register(self._wake_fd, select.POLLIN)
+        # Edge-triggered; whoever holds the lock reads the monitor, so a missed edge was handled.
+        poller.register(int(self._monitor.getsockopt(zmq.FD)), select.POLLIN)
+        while self._usable:
+            wait_s = self._heartbeat_s if self.is_alive else _AWAY_POLL_S
+            poller.poll(int(wait_s * 1000))
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake_fd)
+            with self.lock, contextlib.suppress(HiSparseError, _SessionGone):
+                if self._usable:
+                    self._tick()
+
+    def _tick(self) -> None:
+        self._read_monitor()
+        now_s = time.monotonic()
+        if not self.is_alive:
+            self._away()
+            if self._connected:
+                self._revive(now_s + _HEARTBEAT_TIMEOUT_S)
+            return
+        lease_ids: list[int] = []
+        if self.owner is not None:
+            self.owner.housekeeping()
+            lease_ids = self.owner.leases_to_renew(time.monotonic_ns())
+        silent_s = now_s - self._last_reply_s
+        counters_due = now_s - self._counters_sent_s >= _COUNTERS_EVERY_S
+        if lease_ids or counters_due or silent_s >= self._heartbeat_s * 0.9:
+            self._ping(lease_ids)
+
+    def _ping(self, lease_ids: list[int]) -> None:
+        counters = self.counters.snapshot()
+        for start in range(0, max(len(lease_ids), 1), limits.MAX_LIST_ITEMS):
+            part = lease_ids[start : start + limits.MAX_LIST_ITEMS]
+
+            def build(request_id: int, part: list[int] = part) -> Ping:
+                return Ping(request_id, part, counters)
+
+            try:
+                pong = self.request(
+                    build, Pong, timeout_s=_HEARTBEAT_TIMEOUT_S, when_away=WhenAway.FAIL
+                )
+            except ServiceUnavailable:
+                if self._connected:
+                    self._revive(time.monotonic() + _HEARTBEAT_TIMEOUT_S)
+                return
+            if self.owner is not None and part:
+                self.owner.renewed(part, pong)
+        self._counters_sent_s = time.monotonic()
