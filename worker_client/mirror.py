@@ -1,10 +1,10 @@
 """The writer's mirrors: which rows are on their way to host memory, and which blocks have arrived.
 
-A block may be published when, and only when (I2): every row of every layer of it was mirrored, draft
-layers included; the copies are *completed* (the CPU saw it, not merely enqueued them); all its
-tokens are accepted (a speculative row that was rejected proves nothing); and every earlier block of
-its request is publishable too. This module decides that and nothing else: no sockets, no policy. The
-coordinator publishes what `MirrorQueue.poll` returns.
+A block may be published when, and only when (I2): every row of every layer of it was mirrored,
+draft layers included; the copies are *completed* (the CPU saw it, not merely enqueued them); all
+its tokens are accepted (a speculative row that was rejected proves nothing); and every earlier
+block of its request is publishable too. This module decides that and nothing else: no sockets, no
+policy. The coordinator publishes what `MirrorQueue.poll` returns.
 
 Copies that belong to one step share one ticket: ``submit_*`` (or ``note_*`` where a captured graph
 did the copy), then `MirrorQueue.seal` once, in stream order. Nothing is ever called from a stream
@@ -180,8 +180,8 @@ _NO_BATCH: Final = 0
 class MirrorQueue:
     """Mirrors of one worker's requests, from enqueue to "may be published".
 
-    A *unit* is what is mirrored at once: an index group, or a layer; draft layers are units of their
-    own. A block needs all ``num_units`` of them.
+    A *unit* is what is mirrored at once: an index group, or a layer; draft layers are units of
+    their own. A block needs all ``num_units`` of them.
     """
 
     def __init__(
@@ -331,7 +331,8 @@ class MirrorQueue:
         """Enqueue spans of rows of one unit: what a decode step wrote.
 
         Raises:
-            UsageError: Unknown unit, request or block, or rows past the block. Nothing was enqueued.
+            UsageError: Unknown unit, request or block, or rows past the block. Nothing was
+                enqueued.
         """
         self._check_unit(unit)
         found = [(mirror, *self._span(mirror)) for mirror in mirrors]

@@ -537,7 +537,7 @@ class HiSparseCacheHandle:
             read from host.
         slot_mapping: int64 ``[tokens]``: resident slot that each token of the batch is written to.
         source_block_table: int32 ``[rows, num_pages]``: host block of each page.
-        mirror_slot_mapping: int64 ``[tokens]``: host slot that each token is mirrored to, -1 = none.
+        mirror_slot_mapping: int64 ``[tokens]``: host slot that each token is mirrored to, or -1.
         draft_layer: Whether the layer belongs to a speculator, which writes after the target model.
     """
 

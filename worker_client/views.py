@@ -21,9 +21,10 @@ class PagedCacheView:
     Attributes:
         cache: ``[num_blocks, block_size, row_width]``, strides ``(block stride, row_width, 1)`` in
             elements.
-        attention_cache: Where the block stride is a whole number of rows: ``[num_rows, row_width]``,
-            contiguous, flat over the whole backing from this layer's first byte on, so that it also
-            covers other layers' bytes; only physical rows of own blocks may be read. Else ``cache``.
+        attention_cache: Where the block stride is a whole number of rows: contiguous
+            ``[num_rows, row_width]``, flat over the whole backing from this layer's first byte on.
+            It covers other layers' bytes too: only physical rows of own blocks may be read.
+            Elsewhere ``cache``.
         block_size: Rows of a block.
         block_stride_rows: Physical rows from one block to the next: physical row =
             ``block * block_stride_rows + row``.

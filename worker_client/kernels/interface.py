@@ -420,8 +420,8 @@ class KernelBackend(Protocol):
 
         1. The request's clock goes up by one (requests with slot -1 or without query rows are
            skipped: state untouched, lanes -1, count 0).
-        2. Lane with position p < 0: -1. Page ``p // block_size`` with a resident block: that block's
-           physical row. Else its host row is looked up in the request's hot slots.
+        2. Lane with position p < 0: -1. Page ``p // block_size`` with a resident block: that
+           block's physical row. Else its host row is looked up in the request's hot slots.
         3. Slots that hold a row of this step are *used*. Rows that are in no slot are the misses, m
            of them, in order of first appearance.
         4. The victims are the m slots of those not used with the least (last_use, slot). Empty
