@@ -38,6 +38,8 @@ U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 U64 = Annotated[int, Meta(ge=0)]
 """MessagePack itself ends at 2**64 - 1, and msgspec takes no bound beyond int64."""
 Text = Annotated[str, Meta(max_length=limits.MAX_TEXT_BYTES)]
+Counted = Annotated[float, Meta(ge=0, le=1e18)]
+"""A worker's counter; the bounds refuse NaN and infinities too."""
 Fingerprint = Annotated[
     bytes, Meta(min_length=limits.FINGERPRINT_BYTES, max_length=limits.FINGERPRINT_BYTES)
 ]
@@ -107,7 +109,7 @@ class Ping(Request, tag=2, frozen=True):
     """Heartbeat. Renews leases in the same message; carries the worker's own counters."""
 
     renew_leases: LeaseIds = []
-    counters: dict[Text, float] = {}
+    counters: dict[Text, Counted] = {}
     """Names of worker_client.telemetry; unknown ones are ignored."""
 
 

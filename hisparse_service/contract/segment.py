@@ -342,7 +342,7 @@ def unpack_backing(slot: bytes | memoryview, *, segment_bytes: int) -> BackingRe
     if in_use != 1 or end + _CRC.size > BACKING_RECORD_BYTES:
         raise CorruptSegmentError("a backing record's length is wrong", remedy=_DO_NOT_USE)
     (crc,) = _CRC.unpack_from(slot, end)
-    if crc != zlib.crc32(slot[:end]):
+    if crc != zlib.crc32(slot[:end]) or any(slot[end + _CRC.size :]):
         raise CorruptSegmentError("a backing record's checksum is wrong", remedy=_DO_NOT_USE)
     try:
         name, geometry = msgspec.msgpack.decode(slot[_BACKING.size : end], type=tuple[str, bytes])

@@ -52,7 +52,7 @@ def strategy_for(annotation):
     if typing.get_origin(base) is list:
         return st.lists(strategy_for(typing.get_args(base)[0]), max_size=3)
     if typing.get_origin(base) is dict:
-        return st.dictionaries(text, st.floats(allow_nan=False), max_size=3)
+        return st.dictionaries(text, st.floats(0, 1e18), max_size=3)
     return {
         bool: st.booleans(),
         float: st.floats(0, 86_400),
@@ -118,6 +118,9 @@ class Evil:
         [20, 1, 1.5, 0, 1],
         [27, 1, [0] * (limits.MAX_LIST_ITEMS + 1)],
         [2, 1, [[[[[[1]]]]]]],
+        [2, 1, [], {"hits": float("nan")}],
+        [44, 1, True, float("nan")],
+        [44, 1, True, float("inf")],
     ],
     ids=repr,
 )
