@@ -1,8 +1,8 @@
 """The facade that the server calls: every request about blocks, leases and writers, validated.
 
 Only the control loop calls it; nothing here waits, reads a clock or touches a socket: `now_s` comes
-with the call, from one monotonic clock. Each method checks everything first and changes nothing when
-it raises. Sessions must be opened before they ask: an unopened one gets `UnknownSession`.
+with the call, from one monotonic clock. Each method checks everything first and changes nothing
+when it raises. Sessions must be opened before they ask: an unopened one gets `UnknownSession`.
 
 Errors common to all methods with a session, a namespace or a lease:
     UnknownSession  the session was not opened, or has died
@@ -13,14 +13,51 @@ Errors common to all methods with a session, a namespace or a lease:
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import numpy as np
 import numpy.typing as npt
 
+from hisparse_service.contract.errors import (
+    ForeignKeys,
+    HiSparseError,
+    LeaseLost,
+    QuotaExceeded,
+    UnknownSession,
+    UsageError,
+    WriterTaken,
+)
 from hisparse_service.contract.ids import NamespaceId, SessionId
-from hisparse_service.contract.limits import LEASE_TTL_S, MAX_LIST_ROWS, WRITER_LEASE_TTL_S
+from hisparse_service.contract.limits import (
+    BLOCK_KEY_BYTES,
+    FINGERPRINT_BYTES,
+    LEASE_TTL_S,
+    LOOKUP_SLICE_KEYS,
+    MAX_BLOCKS_PER_BACKING,
+    MAX_BLOCKS_PER_MESSAGE,
+    MAX_KEYS,
+    MAX_LEASES_PER_SESSION,
+    MAX_LIST_ROWS,
+    MAX_NAMESPACES,
+    WRITER_LEASE_TTL_S,
+)
 from hisparse_service.contract.segment import BlockState
+from hisparse_service.directory.blocks import BlockDirectory
+from hisparse_service.directory.index import Blocks
+from hisparse_service.directory.leases import Lease, LeaseTable, SessionAccount
+from hisparse_service.directory.lookup import Lookup
+from hisparse_service.directory.namespaces import Namespace, Quotas, as_blocks, as_u32
+from hisparse_service.directory.publish import (
+    check_batch_size,
+    check_held,
+    not_held,
+    out_of_range,
+    plan_batch,
+    stale_block,
+)
 from hisparse_service.directory.results import (
     AdoptionReport,
     BackingMode,
@@ -44,35 +81,28 @@ from hisparse_service.directory.results import (
     Usage,
     WriterLease,
 )
+from hisparse_service.directory.states import BlockEvent, LeaseEvent, LeaseState
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-class Lookup:
-    """A lookup in slices, so that other clients are served in between.
+def _counts_refusals(
+    method: Callable[Concatenate[Directory, int, int, P], R],
+) -> Callable[Concatenate[Directory, int, int, P], R]:
+    """Count the errors of a method whose arguments begin with session and namespace."""
 
-    Each step pins what it found at once: a block cannot go between two steps. Steps and `finish`
-    raise `LeaseLost` when the lease ended meanwhile (expiry, release, death, dropped namespace).
-    """
+    @functools.wraps(method)
+    def counted(
+        self: Directory, session: int, namespace: int, /, *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        try:
+            return method(self, session, namespace, *args, **kwargs)
+        except HiSparseError as error:
+            self._count_refusal(namespace, error.code)
+            raise
 
-    @property
-    def is_done(self) -> bool:
-        """Whether `finish` may be called."""
-        raise NotImplementedError
-
-    def step(self, max_keys: int) -> bool:
-        """Look up at most `max_keys` more keys; True when there is nothing left to do."""
-        raise NotImplementedError
-
-    def finish(self, now_s: float) -> LookupResult:
-        """The result; the lease's deadline counts from now.
-
-        Raises:
-            UsageError: Not done yet.
-        """
-        raise NotImplementedError
-
-    def cancel(self) -> None:
-        """Give up: drops the lease when this lookup made it. Idempotent."""
-        raise NotImplementedError
+    return counted
 
 
 class Directory:
@@ -102,12 +132,22 @@ class Directory:
         event_sink: EventSink | None = None,
         after_store: Callable[[str], None] | None = None,
     ) -> None:
-        raise NotImplementedError
+        self._epoch = epoch
+        self._hash_seed = hash_seed
+        self._writer_ttl_s = writer_ttl_s
+        self._event_sink = event_sink
+        self._after_store = after_store
+        self._quotas = Quotas(
+            session_quota or Quota(max_leases=MAX_LEASES_PER_SESSION), namespace_quota or Quota()
+        )
+        self._leases = LeaseTable(ttl_s=lease_ttl_s)
+        self._namespaces: dict[int, Namespace] = {}
+        self._accounts: dict[int, SessionAccount] = {}
 
     @property
     def epoch(self) -> int:
         """The daemon's boot id."""
-        raise NotImplementedError
+        return self._epoch
 
     # --- namespaces ------------------------------------------------------------------------
 
@@ -126,7 +166,36 @@ class Directory:
             QuotaExceeded: MAX_NAMESPACES are open.
             UsageError: The id is taken by another fingerprint, or this one has another id.
         """
-        raise NotImplementedError
+        if len(fingerprint) != FINGERPRINT_BYTES or block_size < 1 or namespace < 0:
+            raise UsageError(
+                f"a namespace needs a fingerprint of {FINGERPRINT_BYTES} B and a block size of 1 "
+                f"or more, got {len(fingerprint)} B and {block_size}"
+            )
+        for known in self._namespaces.values():
+            if known.fingerprint == fingerprint:
+                if namespace not in (0, known.namespace):
+                    raise UsageError(f"this namespace is {known.namespace}, not {namespace}")
+                return known.namespace
+        if len(self._namespaces) >= MAX_NAMESPACES:
+            raise QuotaExceeded(
+                f"{MAX_NAMESPACES} namespaces are open",
+                remedy="Drop one that is not used any more",
+                limit=MAX_NAMESPACES,
+                value=len(self._namespaces),
+            )
+        if namespace in self._namespaces or namespace > MAX_NAMESPACES:
+            raise UsageError(f"namespace id {namespace} is taken or above {MAX_NAMESPACES}")
+        free_ids = (i for i in range(1, MAX_NAMESPACES + 1) if i not in self._namespaces)
+        opened = NamespaceId(namespace or next(free_ids))
+        self._namespaces[opened] = Namespace(
+            opened,
+            fingerprint,
+            name=name,
+            block_size=block_size,
+            quotas=self._quotas,
+            event_sink=self._event_sink,
+        )
+        return opened
 
     def attach_backing(
         self, namespace: int, table: npt.NDArray[Any], *, mode: BackingMode
@@ -142,18 +211,44 @@ class Directory:
         Raises:
             UsageError: There is a backing already, or the array is not such a table.
         """
-        raise NotImplementedError
+        owner = self._namespace(namespace)
+        if owner.attached is not None:
+            raise UsageError(f"namespace {namespace} has a backing already")
+        if len(table) > MAX_BLOCKS_PER_BACKING:
+            raise UsageError(f"{len(table)} blocks, the limit is {MAX_BLOCKS_PER_BACKING}")
+        blocks = BlockDirectory(
+            table,
+            namespace=namespace,
+            hash_seed=self._hash_seed,
+            after_store=self._after_store,
+        )
+        if mode is BackingMode.ADOPT:
+            report = blocks.adopt()
+        else:
+            blocks.start_fresh()
+            report = AdoptionReport(kept=0, unfinished=0, corrupt=0, orphans=0, duplicates=0)
+        owner.attached = blocks
+        return report
 
     def drop_namespace(self, namespace: int) -> NamespaceEnd:
         """Forget a namespace: revokes its leases and drops all views of its table.
 
         The table's bytes are left as they are: whoever gives the range out again attaches FRESH.
         """
-        raise NotImplementedError
+        owner = self._namespace(namespace)
+        lost = []
+        for lease in self._leases.leases():
+            if lease.namespace == namespace:
+                lost.append((lease.account.session_id, lease.lease_id))
+                self._end_lease(owner, lease, LeaseEvent.REVOKE)
+        if owner.attached is not None:
+            owner.attached.detach()
+        del self._namespaces[namespace]
+        return NamespaceEnd(lost)
 
     def namespaces(self) -> list[NamespaceInfo]:
         """All open namespaces, by id."""
-        raise NotImplementedError
+        return [self._namespaces[key].info() for key in sorted(self._namespaces)]
 
     # --- sessions and writers ---------------------------------------------------------------
 
@@ -163,12 +258,33 @@ class Directory:
         Raises:
             UsageError: The id is open already.
         """
-        raise NotImplementedError
+        if session in self._accounts:
+            raise UsageError(f"session {session} is open already", session=session)
+        self._accounts[session] = SessionAccount(SessionId(session), group, rank)
 
     def session_died(self, session: int) -> SessionEnd:
-        """End a session, however it ended: its unpublished blocks return, its pins end, its
-        published blocks stay (I9). Unknown or dead sessions are ignored."""
-        raise NotImplementedError
+        """End a session, however it ended. Unknown or dead ones are ignored.
+
+        Its unpublished blocks return, its pins end, its published blocks stay (I9).
+        """
+        account = self._accounts.get(session)
+        if account is None:
+            return SessionEnd(returned_blocks=0, dropped_pins=0, leases=0, yielded=())
+        num_blocks = num_pins = 0
+        leases = list(account.leases.values())
+        for lease in leases:
+            owner = self._namespaces[lease.namespace]
+            returned, dropped = self._end_lease(owner, lease, LeaseEvent.REVOKE)
+            num_blocks += returned
+            num_pins += dropped
+        yielded = []
+        for owner in self._namespaces.values():
+            writer = owner.writers.get(account.group)
+            if writer is not None and writer.session == session:
+                del owner.writers[account.group]
+                yielded.append((owner.namespace, account.group))
+        del self._accounts[session]
+        return SessionEnd(num_blocks, num_pins, len(leases), yielded)
 
     def take_writer(
         self, group: str, namespace: int, session: int, *, rank: int, now_s: float
@@ -182,7 +298,23 @@ class Directory:
             WriterTaken: Another session holds it. Details: holder_session, holder_rank.
             UsageError: Not the group that the session was opened with.
         """
-        raise NotImplementedError
+        account, owner = self._account(session), self._namespace(namespace)
+        _check_group(account, group)
+        writer = owner.writers.get(group)
+        if writer is not None and writer.session != session:
+            self._count_refusal(namespace, WriterTaken.__name__)
+            raise WriterTaken(
+                f"rank {writer.rank} (session {writer.session}) writes for group {group!r}",
+                remedy="One rank of a group writes; read what it publishes, or wait for its end",
+                holder_session=writer.session,
+                holder_rank=writer.rank,
+            )
+        taken = WriterLease(
+            owner.namespace, group, account.session_id, rank, now_s + self._writer_ttl_s
+        )
+        if group:
+            owner.writers[group] = taken
+        return taken
 
     def yield_writer(self, group: str, namespace: int, session: int) -> None:
         """Give the writer lease back. Idempotent.
@@ -190,10 +322,15 @@ class Directory:
         Raises:
             UsageError: Not the group that the session was opened with.
         """
-        raise NotImplementedError
+        account, owner = self._account(session), self._namespace(namespace)
+        _check_group(account, group)
+        writer = owner.writers.get(group)
+        if writer is not None and writer.session == session:
+            del owner.writers[group]
 
     # --- blocks -----------------------------------------------------------------------------
 
+    @_counts_refusals
     def reserve(
         self, session: int, namespace: int, num_blocks: int, lease_id: int, *, now_s: float
     ) -> ReserveResult:
@@ -212,8 +349,29 @@ class Directory:
             QuotaExceeded: Of the session or the namespace.
             LeaseLost: Also without the group's writer lease.
         """
-        raise NotImplementedError
+        account, owner = self._writer(session, namespace)
+        if not 1 <= num_blocks <= MAX_BLOCKS_PER_MESSAGE:
+            raise UsageError(
+                f"{num_blocks} blocks asked for, one request may take 1 to "
+                f"{MAX_BLOCKS_PER_MESSAGE}",
+                limit=MAX_BLOCKS_PER_MESSAGE,
+                value=num_blocks,
+            )
+        lease = self._leases.require_live(account, owner.namespace, lease_id) if lease_id else None
+        owner.check_quota(account, reserved=num_blocks, leases=lease is None)
+        owner.make_room(num_blocks)
+        lease = self._renewed(account, owner, lease, now_s)
+        blocks = owner.reserve_into(lease, num_blocks)
+        owner.statistics.reserves += 1
+        owner.statistics.blocks_reserved += num_blocks
+        return ReserveResult(
+            lease.lease_id,
+            lease.deadline_s,
+            as_u32(blocks),
+            owner.blocks.columns.generation[blocks],
+        )
 
+    @_counts_refusals
     def begin_lookup(
         self,
         session: int,
@@ -238,7 +396,30 @@ class Directory:
             ForeignKeys: The tag is another namespace's.
             QuotaExceeded: No further lease. (Steps raise it for pins; the lookup is cancelled.)
         """
-        raise NotImplementedError
+        account, owner = self._account(session), self._namespace(namespace)
+        owner.blocks  # noqa: B018  raises without a backing
+        num_keys, rest = divmod(len(keys), BLOCK_KEY_BYTES)
+        if rest or num_keys > MAX_KEYS:
+            raise UsageError(
+                f"{len(keys)} B are not 0 to {MAX_KEYS} keys of {BLOCK_KEY_BYTES} B",
+                limit=MAX_KEYS,
+                value=num_keys,
+            )
+        if key_space != owner.key_space:
+            raise ForeignKeys(
+                f"the keys were made for another namespace than {namespace} ({owner.name})",
+                remedy="Make keys with the fingerprint that this namespace was opened with",
+                namespace=namespace,
+            )
+        lease = self._leases.require_live(account, owner.namespace, lease_id) if lease_id else None
+        owner.check_quota(account, leases=lease is None)
+        return Lookup(
+            owner,
+            self._leases,
+            self._renewed(account, owner, lease, now_s),
+            keys,
+            is_new_lease=lease is None,
+        )
 
     def lookup(
         self,
@@ -251,8 +432,12 @@ class Directory:
         now_s: float,
     ) -> LookupResult:
         """`begin_lookup`, all steps and `finish` at once."""
-        raise NotImplementedError
+        running = self.begin_lookup(session, namespace, key_space, keys, lease_id, now_s=now_s)
+        while not running.step(LOOKUP_SLICE_KEYS):
+            pass
+        return running.finish(now_s)
 
+    @_counts_refusals
     def pin(
         self,
         session: int,
@@ -269,26 +454,75 @@ class Directory:
             StaleBlock: A block is not published with that generation (any more).
             QuotaExceeded: Too many pins or leases.
         """
-        raise NotImplementedError
+        account, owner = self._account(session), self._namespace(namespace)
+        if len(blocks) != len(generations):
+            raise UsageError(f"{len(blocks)} blocks with {len(generations)} generations")
+        wanted = _distinct(owner, blocks)
+        columns = owner.blocks.columns
+        lease = self._leases.require_live(account, owner.namespace, lease_id) if lease_id else None
+        good = columns.state[wanted] == BlockState.PUBLISHED
+        good &= columns.generation[wanted] == generations
+        if not good.all():
+            at = int(good.argmin())
+            raise stale_block(owner, int(wanted[at]), int(generations[at]))
+        missing = wanted if lease is None else lease.pins.missing(wanted)
+        owner.check_quota(account, pins=len(missing), leases=lease is None)
+        lease = self._renewed(account, owner, lease, now_s)
+        if missing.size:
+            owner.pin_into(lease, missing, tick=owner.blocks.next_tick())
+        return PinResult(lease.lease_id, lease.deadline_s)
 
+    @_counts_refusals
     def unpin(self, session: int, namespace: int, lease_id: int, blocks: U32Array) -> None:
         """Drop pins of a lease.
 
         Raises:
             NotHeld: A block is not pinned by this lease.
         """
-        raise NotImplementedError
+        account, owner = self._account(session), self._namespace(namespace)
+        lease = self._leases.require_held(account, owner.namespace, lease_id)
+        wanted = _distinct(owner, blocks)
+        missing = lease.pins.missing(wanted)
+        if missing.size:
+            raise not_held(lease, int(missing[0]))
+        owner.unpin_from(lease, wanted)
 
     def renew(self, session: int, lease_ids: Iterable[int], *, now_s: float) -> list[int]:
         """Extend leases, and the session's writer leases. Returns the ids that are lost."""
-        raise NotImplementedError
+        account = self._account(session)
+        lost = []
+        for lease_id in lease_ids:
+            lease = account.leases.get(lease_id)
+            if lease is None or lease.state is not LeaseState.GRANTED:
+                lost.append(lease_id)
+            else:
+                self._leases.renew(lease, now_s=now_s)
+        if account.group:
+            for owner in self._namespaces.values():
+                writer = owner.writers.get(account.group)
+                if writer is not None and writer.session == session:
+                    owner.writers[account.group] = dataclasses.replace(
+                        writer, deadline_s=now_s + self._writer_ttl_s
+                    )
+        return lost
 
-    def release_leases(
-        self, session: int, lease_ids: Iterable[int], *, now_s: float
-    ) -> ReleaseResult:
+    def release_leases(self, session: int, lease_ids: Iterable[int]) -> ReleaseResult:
         """End leases: pins are dropped, blocks that were not published become free."""
-        raise NotImplementedError
+        account = self._account(session)
+        lost = []
+        num_blocks = num_pins = 0
+        for lease_id in lease_ids:
+            lease = account.leases.get(lease_id)
+            if lease is None:
+                lost.append(lease_id)
+                continue
+            owner = self._namespaces[lease.namespace]
+            returned, dropped = self._end_lease(owner, lease, LeaseEvent.RELEASE)
+            num_blocks += returned
+            num_pins += dropped
+        return ReleaseResult(lost, num_blocks, num_pins)
 
+    @_counts_refusals
     def mirror_enqueued(self, session: int, namespace: int, items: Sequence[MirrorItem]) -> None:
         """RESERVED -> WRITING (WRITING stays: a block fills row by row).
 
@@ -297,8 +531,22 @@ class Directory:
             NotHeld: A block is reserved by another lease (I1).
             IllegalTransition: A block is not reserved.
         """
-        raise NotImplementedError
+        account, owner = self._writer(session, namespace)
+        check_batch_size(items)
+        checked = [
+            check_held(
+                owner,
+                self._leases.require_live(account, owner.namespace, item.lease_id),
+                item,
+                BlockEvent.ENQUEUE,
+            )
+            for item in items
+        ]
+        for blocks in checked:
+            if blocks.size:
+                owner.blocks.start_writing(blocks)
 
+    @_counts_refusals
     def mirror_completed(
         self, session: int, namespace: int, items: Sequence[MirrorItem]
     ) -> list[CompletedItem]:
@@ -316,8 +564,16 @@ class Directory:
                 published below another parent.
             QuotaExceeded: Too many pins.
         """
-        raise NotImplementedError
+        account, owner = self._writer(session, namespace)
+        plan = plan_batch(
+            owner,
+            items,
+            lambda lease_id: self._leases.require_live(account, owner.namespace, lease_id),
+        )
+        owner.check_quota(account, pins=plan.num_blocks)
+        return plan.apply()
 
+    @_counts_refusals
     def abandon(
         self, session: int, namespace: int, lease_id: int, blocks: U32Array | None
     ) -> U32Array:
@@ -326,16 +582,41 @@ class Directory:
         Raises:
             NotHeld: A block is not reserved by this lease.
         """
-        raise NotImplementedError
+        account, owner = self._account(session), self._namespace(namespace)
+        lease = self._leases.require_held(account, owner.namespace, lease_id)
+        if blocks is None:
+            going = np.sort(as_blocks(lease.reserved))
+        else:
+            going = _distinct(owner, blocks)
+            foreign = owner.blocks.columns.holder[going] != lease_id
+            if foreign.any():
+                raise not_held(lease, int(going[int(foreign.argmax())]))
+        owner.give_back(lease, going)
+        return as_u32(going)
 
+    @_counts_refusals
     def free(self, session: int, namespace: int, lease_id: int, blocks: U32Array) -> FreeResult:
-        """Forget blocks of a lease: reserved ones become free; pinned ones are unpinned and, when
-        neither a reader nor a longer prefix needs them, dropped from the index and freed.
+        """Forget blocks of a lease.
+
+        Reserved ones become free; pinned ones are unpinned and, when neither a reader nor a longer
+        prefix needs them, dropped from the index and freed.
 
         Raises:
             NotHeld: A block is neither reserved nor pinned by this lease.
         """
-        raise NotImplementedError
+        account, owner = self._writer(session, namespace)
+        lease = self._leases.require_held(account, owner.namespace, lease_id)
+        wanted = _distinct(owner, blocks)
+        is_reserved = owner.blocks.columns.holder[wanted] == lease_id
+        reserved, pinned = wanted[is_reserved], wanted[~is_reserved]
+        missing = lease.pins.missing(pinned)
+        if missing.size:
+            raise not_held(lease, int(missing[0]))
+        owner.give_back(lease, reserved)
+        owner.unpin_from(lease, pinned)
+        dropped = owner.drop_unused(pinned)
+        owner.statistics.freed += len(dropped)
+        return FreeResult(as_u32(np.concatenate((reserved, dropped))))
 
     def evict(
         self, namespace: int, *, num_blocks: int | None = None, blocks: U32Array | None = None
@@ -351,43 +632,78 @@ class Directory:
         Returns:
             The blocks that went, u32 [n].
         """
-        raise NotImplementedError
+        owner = self._namespace(namespace)
+        if (num_blocks is None) == (blocks is None) or (num_blocks is not None and num_blocks < 0):
+            raise UsageError("evict takes either a number of blocks or their ids")
+        if num_blocks is not None:
+            gone = owner.evict_up_to(num_blocks)
+        else:
+            assert blocks is not None
+            wanted = _distinct(owner, blocks)
+            is_published = owner.blocks.columns.state[wanted] == BlockState.PUBLISHED
+            gone = owner.drop_unused(wanted[is_published])
+        owner.statistics.evictions += len(gone)
+        return as_u32(gone)
 
     def expire(self, now_s: float) -> ExpiryResult:
-        """End leases whose deadline passed. Pins are dropped; reserved blocks of a live session are
-        kept, because its copies may still be in flight: they return on abandon, free, release or
-        death."""
-        raise NotImplementedError
+        """End leases whose deadline passed.
+
+        Pins are dropped. Reserved blocks of a live session are kept, because its copies may still
+        be in flight: they return on abandon, free, release or death.
+        """
+        expired = []
+        for lease in self._leases.pop_due(now_s):
+            owner = self._namespaces[lease.namespace]
+            owner.statistics.leases_expired += 1
+            expired.append((lease.account.session_id, lease.lease_id))
+            if lease.reserved:
+                owner.unpin_all(lease)
+                self._leases.expire(lease)
+            else:
+                self._end_lease(owner, lease, LeaseEvent.EXPIRE)
+        yielded = []
+        deadlines = []
+        for owner in self._namespaces.values():
+            for group, writer in list(owner.writers.items()):
+                if writer.deadline_s <= now_s:
+                    del owner.writers[group]
+                    yielded.append((owner.namespace, group))
+                else:
+                    deadlines.append(writer.deadline_s)
+        next_lease_s = self._leases.next_deadline_s()
+        if next_lease_s is not None:
+            deadlines.append(next_lease_s)
+        return ExpiryResult(min(deadlines, default=None), expired, yielded)
 
     # --- what is where ----------------------------------------------------------------------
 
     def counts(self, namespace: int) -> Counts:
         """Where the blocks are now."""
-        raise NotImplementedError
+        return self._namespace(namespace).blocks.counts()
 
     def statistics(self, namespace: int) -> Statistics:
         """Live totals: read only."""
-        raise NotImplementedError
+        return self._namespace(namespace).statistics
 
     def namespace_usage(self, namespace: int) -> Usage:
         """Live use of the namespace's quota: read only."""
-        raise NotImplementedError
+        return self._namespace(namespace).usage
 
     def session_usage(self, session: int) -> Usage:
         """Live use of the session's quota: read only."""
-        raise NotImplementedError
+        return self._account(session).usage
 
     def set_session_quota(self, quota: Quota) -> None:
         """Change the limits of each session; what is held already stays."""
-        raise NotImplementedError
+        self._quotas.session = quota
 
     def set_namespace_quota(self, quota: Quota) -> None:
         """Change the limits of each namespace; what is held already stays."""
-        raise NotImplementedError
+        self._quotas.namespace = quota
 
     def writers(self, namespace: int) -> list[WriterLease]:
         """Current writer leases of a namespace."""
-        raise NotImplementedError
+        return list(self._namespace(namespace).writers.values())
 
     def list_blocks(
         self,
@@ -398,11 +714,133 @@ class Directory:
         max_rows: int = MAX_LIST_ROWS,
     ) -> list[BlockInfo]:
         """Blocks from id `start` on, of these states (None: all), at most `max_rows`."""
-        raise NotImplementedError
+        columns = self._namespace(namespace).blocks.columns
+        found = np.arange(max(1, start), len(columns.state))
+        if states is not None:
+            found = found[np.isin(columns.state[found], list(states))]
+        return [
+            BlockInfo(
+                block=block,
+                generation=columns.generation_view[block],
+                state=BlockState(columns.state_view[block]),
+                readers=columns.readers_view[block],
+                children=columns.children_view[block],
+                depth=columns.depth_view[block],
+                last_use=columns.last_use_view[block],
+                lease_id=columns.holder_view[block],
+            )
+            for block in found[: max(0, min(max_rows, MAX_LIST_ROWS))].tolist()
+        ]
 
     def check_invariants(self) -> None:
         """Recount everything from scratch; AssertionError where it does not agree. For tests."""
-        raise NotImplementedError
+        per_namespace = {key: Usage() for key in self._namespaces}
+        for account in self._accounts.values():
+            total = Usage()
+            for lease in account.leases.values():
+                for usage in (total, per_namespace[lease.namespace]):
+                    usage.reserved_blocks += len(lease.reserved)
+                    usage.pins += len(lease.pins)
+                    usage.leases += 1
+                columns = self._namespaces[lease.namespace].blocks.columns
+                assert all(columns.holder[block] == lease.lease_id for block in lease.reserved)
+            assert total == account.usage
+        assert len(self._leases) == sum(usage.leases for usage in per_namespace.values())
+        for key, usage in per_namespace.items():
+            owner = self._namespaces[key]
+            assert usage == owner.usage
+            if owner.attached is not None:
+                owner.attached.check_invariants()
+                columns = owner.attached.columns
+                assert np.count_nonzero(columns.holder) == usage.reserved_blocks
+                assert int(columns.readers.sum()) == usage.pins
+
+    # --- helpers ----------------------------------------------------------------------------
+
+    def _namespace(self, namespace: int) -> Namespace:
+        found = self._namespaces.get(namespace)
+        if found is None:
+            raise UsageError(
+                f"namespace {namespace} is not open",
+                remedy="Open it by its fingerprint; ids change with the epoch",
+                namespace=namespace,
+            )
+        return found
+
+    def _account(self, session: int) -> SessionAccount:
+        found = self._accounts.get(session)
+        if found is None:
+            raise UnknownSession(f"session {session} is not open", session=session)
+        return found
+
+    def _writer(self, session: int, namespace: int) -> tuple[SessionAccount, Namespace]:
+        """The two, if the session may write in the namespace (I1)."""
+        account, owner = self._account(session), self._namespace(namespace)
+        if account.group:
+            writer = owner.writers.get(account.group)
+            if writer is None or writer.session != session:
+                raise LeaseLost(
+                    f"session {session} does not hold the writer lease of group {account.group!r}",
+                    remedy="Take it with TakeWriter; one rank of a group writes",
+                    session=session,
+                    holder_session=0 if writer is None else writer.session,
+                )
+        return account, owner
+
+    def _renewed(
+        self, account: SessionAccount, owner: Namespace, lease: Lease | None, now_s: float
+    ) -> Lease:
+        """The lease with a new deadline; a new one for None."""
+        if lease is not None:
+            self._leases.renew(lease, now_s=now_s)
+            return lease
+        lease = self._leases.grant(account, owner.namespace, now_s=now_s)
+        owner.charge(lease, leases=1)
+        owner.statistics.leases_granted += 1
+        return lease
+
+    def _end_lease(self, owner: Namespace, lease: Lease, event: LeaseEvent) -> tuple[int, int]:
+        returned = owner.end_holdings(lease) if owner.attached is not None else (0, 0)
+        owner.charge(lease, leases=-1)
+        self._leases.end(lease, event)
+        return returned
+
+    def _count_refusal(self, namespace: int, code: str) -> None:
+        owner = self._namespaces.get(namespace)
+        if owner is not None:
+            refusals = owner.statistics.refusals
+            refusals[code] = refusals.get(code, 0) + 1
 
 
-__all__ = ["Directory", "Lookup", "SessionId"]
+def _check_group(account: SessionAccount, group: str) -> None:
+    if account.group != group:
+        raise UsageError(
+            f"session {account.session_id} is of group {account.group!r}, not {group!r}",
+            session=account.session_id,
+        )
+
+
+def _distinct(owner: Namespace, blocks: U32Array) -> Blocks:
+    """Ids as an index array, in the given order.
+
+    Raises:
+        NotHeld: An id that no block has.
+        UsageError: One twice, or too many.
+    """
+    wanted = np.asarray(blocks).astype(np.intp)
+    if not wanted.size:
+        return wanted
+    if len(wanted) > MAX_BLOCKS_PER_MESSAGE:
+        raise UsageError(
+            f"{len(wanted)} blocks in a request, the limit is {MAX_BLOCKS_PER_MESSAGE}",
+            limit=MAX_BLOCKS_PER_MESSAGE,
+            value=len(wanted),
+        )
+    if wanted.min() < 1 or wanted.max() >= owner.blocks.num_blocks:
+        raise out_of_range(owner, int(wanted.max()))
+    if len(set(wanted.tolist())) < len(wanted):
+        raise UsageError("a block is named twice", remedy="Name each block once")
+    return wanted
+
+
+__all__ = ["Directory", "Lookup"]

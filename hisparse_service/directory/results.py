@@ -76,7 +76,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Where the blocks of one backing are. free + reserved + published + pinned == capacity (I6)."""
+    """Where a backing's blocks are: free + reserved + published + pinned == capacity (I6)."""
 
     capacity: int
     """Blocks without the null block."""

@@ -1,7 +1,7 @@
 """Notices the end of client processes through pidfds, behind one descriptor for the poller.
 
 Only the control loop calls it. No call blocks. A pidfd names a process, not a number: once it is
-open, reuse of the pid cannot confuse it. Between connecting and opening, the number could be reused;
+open, reuse of the pid cannot confuse it. Between connecting and opening the number could be reused:
 a client that announces its start time closes that gap.
 """
 

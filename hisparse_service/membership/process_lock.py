@@ -6,7 +6,7 @@
               none begins to live meanwhile
 
 All three are one `flock` on one file. The file itself is no sign of anything: it is left behind by
-SIGKILL on purpose, and only a cleaner removes it. Called at start, at stop and by operator commands;
+SIGKILL on purpose, and only a cleaner removes it. Called at start, at stop and by operators, and
 never on the control loop (`acquire` may wait some milliseconds for a monitor's look to end).
 The lock belongs to the open file: a forked child that keeps the descriptor keeps the lock.
 """

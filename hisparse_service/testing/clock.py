@@ -13,6 +13,7 @@ class FakeClock:
         self._now_s = start_s
 
     def __call__(self) -> float:
+        """The same as `now_s`."""
         return self._now_s
 
     @property

@@ -1,0 +1,412 @@
+"""The blocks of one backing: what each holds, who may write it, how many read it.
+
+The only writer of the backing's block table. It knows leases only as numbers and sessions not at
+all; the facade has validated each call. Only `namespaces.py` and `publish.py` call it, on the
+control loop.
+
+Order of the stores when a block is given up: state (it holds nothing any more), generation, state
+FREE; only then can it be handed out again, so no handle of its old content ever matches (I3).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from hisparse_service.contract.segment import BlockState
+from hisparse_service.directory.adoption import Survivors, find_survivors
+from hisparse_service.directory.columns import BlockColumns
+from hisparse_service.directory.eviction import LeastRecentlyUsed
+from hisparse_service.directory.index import Blocks, KeyIndex, Keys
+from hisparse_service.directory.records import RecordTable
+from hisparse_service.directory.results import AdoptionReport, Counts
+from hisparse_service.directory.states import (
+    BLOCK_EVENT_ALLOWED,
+    BlockEvent,
+    illegal_block_event,
+)
+
+NO_BLOCKS: Final[Blocks] = np.zeros(0, np.intp)
+
+
+def next_generations(generations: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    """The generations after these; 0 is left out when u32 wraps."""
+    bumped = generations + np.uint32(1)
+    bumped[bumped == 0] = 1
+    return bumped
+
+
+class BlockDirectory:
+    """All blocks of one backing.
+
+    Args:
+        table: See `RecordTable`.
+        namespace: Stands in each record.
+        hash_seed: Secret, for the index.
+        after_store: See `RecordTable`.
+    """
+
+    def __init__(
+        self,
+        table: npt.NDArray[Any],
+        *,
+        namespace: int,
+        hash_seed: int,
+        after_store: Callable[[str], None] | None = None,
+    ) -> None:
+        self._records = RecordTable(table, namespace=namespace, after_store=after_store)
+        self._namespace = namespace
+        self.num_blocks = self._records.num_blocks
+        self.columns = BlockColumns(self.num_blocks)
+        self.index = KeyIndex(self.num_blocks, seed=hash_seed)
+        self._eviction = LeastRecentlyUsed(self.columns)
+        self._free = array("I")
+        self._num_published = 0
+        self._num_pinned = 0
+        self._tick = 0
+
+    def detach(self) -> None:
+        """Drop every view of the table. Nothing else may be called afterwards."""
+        self._records.detach()
+
+    # --- beginning --------------------------------------------------------------------------
+
+    def start_fresh(self) -> None:
+        """Make every block free, with a generation that it did not have before."""
+        everything = np.arange(1, self.num_blocks)
+        self._records.store_state(everything, BlockState.FREE)
+        found = self._records.table["generation"].astype(np.uint32)
+        self.columns.generation[1:] = next_generations(found)[1:]
+        self._records.store_generation(everything, self.columns.generation[1:])
+        self._set_free(everything)
+
+    def adopt(self) -> AdoptionReport:
+        """Rebuild everything from the table of an earlier daemon.
+
+        Published blocks that pass every check come back with key, parent and order of use; the rest
+        becomes free with a new generation.
+        """
+        found = find_survivors(self._records.table, namespace=self._namespace)
+        self._free_the_rest(found)
+        kept, columns = found.blocks, self.columns
+        columns.state[kept] = BlockState.PUBLISHED
+        columns.parent[kept] = found.parents
+        columns.depth[kept] = found.depths
+        columns.last_use[kept] = found.last_use
+        with_parent = found.parents[found.parents != 0]
+        columns.children[:] = np.bincount(with_parent, minlength=self.num_blocks)
+        self._records.store_last_use(kept, found.last_use)
+        self.index.add(kept, found.keys)
+        self._num_published = len(kept)
+        self._tick = int(found.last_use.max()) if len(kept) else 0
+        self._eviction.rebuild()
+        return found.report
+
+    def _free_the_rest(self, found: Survivors) -> None:
+        columns = self.columns
+        columns.generation[:] = found.generations
+        columns.generation[0] = 1
+        rest = found.given_up
+        self._records.store_state(rest, BlockState.EVICTING)
+        self._records.store_generation(rest, columns.generation[rest])
+        self._records.store_state(rest, BlockState.FREE)
+        free = np.ones(self.num_blocks, np.bool_)
+        free[0] = False
+        free[found.blocks] = False
+        self._set_free(np.flatnonzero(free))
+
+    def _set_free(self, blocks: Blocks) -> None:
+        # Taken from the end: ascending ids, so that a prefix lies in consecutive blocks.
+        self._free = array("I", blocks[::-1].astype(np.uint32).tobytes())
+
+    # --- counts -----------------------------------------------------------------------------
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be reserved at once."""
+        return len(self._free)
+
+    @property
+    def num_idle(self) -> int:
+        """Published blocks without readers: no more than these can be evicted."""
+        return self._num_published - self._num_pinned
+
+    def counts(self) -> Counts:
+        """Where the blocks are now (I6)."""
+        capacity = self.num_blocks - 1
+        free = len(self._free)
+        return Counts(
+            capacity=capacity,
+            free=free,
+            reserved=capacity - free - self._num_published,
+            published=self._num_published - self._num_pinned,
+            pinned=self._num_pinned,
+        )
+
+    def next_tick(self) -> int:
+        """A new value of the use counter."""
+        self._tick += 1
+        return self._tick
+
+    # --- finding ----------------------------------------------------------------------------
+
+    def match_prefix(self, keys: Keys, *, after: int) -> Blocks:
+        """Published blocks of the longest run of `keys` from its start.
+
+        Each must hang below the one before it: keys alone would let a client that publishes a key
+        below a foreign parent lead others astray.
+
+        Args:
+            keys: u64 [n, 2].
+            after: Block of the key before the first one; 0 at the start of a prefix.
+        """
+        if not self.index.find_one(int(keys[0, 0]), int(keys[0, 1])):
+            return NO_BLOCKS
+        found = self.index.find(keys)
+        above = np.empty_like(found)
+        above[0] = after
+        above[1:] = found[:-1]
+        good = (found != 0) & (self.columns.parent[found] == above)
+        if good.all():
+            return found
+        return found[: int(good.argmin())]
+
+    # --- writing ----------------------------------------------------------------------------
+
+    def reserve(self, num_blocks: int, *, holder: int) -> Blocks:
+        """FREE -> RESERVED; `num_free` must suffice."""
+        assert 0 < num_blocks <= len(self._free)
+        blocks = np.array(self._free[-num_blocks:], np.intp)[::-1]
+        del self._free[-num_blocks:]
+        self.columns.state[blocks] = BlockState.RESERVED
+        self.columns.holder[blocks] = holder
+        self._records.store_state(blocks, BlockState.RESERVED)
+        return blocks
+
+    def start_writing(self, blocks: Blocks) -> None:
+        """RESERVED -> WRITING."""
+        self._require(blocks, BlockEvent.ENQUEUE)
+        self.columns.state[blocks] = BlockState.WRITING
+        self._records.store_state(blocks, BlockState.WRITING)
+
+    def give_back(self, blocks: Blocks) -> None:
+        """RESERVED, WRITING -> FREE."""
+        if blocks.size:
+            self._require(blocks, BlockEvent.ABANDON)
+            self.columns.holder[blocks] = 0
+            self._make_free(blocks)
+
+    def publish_one(
+        self, block: int, *, low: int, high: int, parent: int, checksum: int, tick: int
+    ) -> None:
+        """RESERVED, WRITING -> PUBLISHED, with one reader: `publish` for the common case."""
+        columns = self.columns
+        depth = columns.depth_view[parent] + 1 if parent else 0
+        self._records.store_fields_one(
+            block,
+            key_low=low,
+            key_high=high,
+            last_use=tick,
+            checksum=checksum,
+            generation=columns.generation_view[block],
+            parent=parent,
+            parent_generation=columns.generation_view[parent] if parent else 0,
+            depth=depth,
+        )
+        columns.parent_view[block] = parent
+        columns.depth_view[block] = depth
+        columns.last_use_view[block] = tick
+        columns.readers_view[block] = 1
+        columns.holder_view[block] = 0
+        columns.state_view[block] = BlockState.PUBLISHED
+        if parent:
+            columns.children_view[parent] += 1
+        self.index.add_one(block, low, high)
+        self._num_published += 1
+        self._num_pinned += 1
+        self._records.store_state_one(block, BlockState.PUBLISHED)
+
+    def publish(
+        self,
+        blocks: Blocks,
+        *,
+        keys: Keys,
+        parents: Blocks,
+        depths: npt.NDArray[np.uint32],
+        checksums: npt.NDArray[np.uint64] | None,
+        tick: int,
+    ) -> None:
+        """RESERVED, WRITING -> PUBLISHED, with one reader each.
+
+        Arrays of one length; parents are distinct (one chain) and published, or among `blocks`.
+        """
+        if not blocks.size:
+            return
+        self._require(blocks, BlockEvent.PUBLISH)
+        columns = self.columns
+        self._records.store_fields(
+            blocks,
+            keys=keys,
+            last_use=tick,
+            checksums=checksums,
+            generations=columns.generation[blocks],
+            parents=parents,
+            parent_generations=np.where(parents != 0, columns.generation[parents], 0),
+            depths=depths,
+        )
+        columns.parent[blocks] = parents
+        columns.depth[blocks] = depths
+        columns.last_use[blocks] = tick
+        columns.readers[blocks] = 1
+        columns.holder[blocks] = 0
+        columns.state[blocks] = BlockState.PUBLISHED
+        columns.children[parents[parents != 0]] += 1
+        self.index.add(blocks, keys)
+        self._num_published += len(blocks)
+        self._num_pinned += len(blocks)
+        self._records.store_state(blocks, BlockState.PUBLISHED)
+
+    # --- reading ----------------------------------------------------------------------------
+
+    def pin(self, blocks: Blocks, *, tick: int) -> None:
+        """One more reader of each (distinct, PUBLISHED)."""
+        columns = self.columns
+        readers = columns.readers[blocks]
+        self._num_pinned += len(blocks) - int(np.count_nonzero(readers))
+        columns.readers[blocks] = readers + np.uint32(1)
+        columns.last_use[blocks] = tick
+        self._records.store_last_use(blocks, tick)
+
+    def unpin(self, blocks: Blocks, *, tick: int) -> None:
+        """One reader less of each (distinct, pinned)."""
+        if not blocks.size:
+            return
+        columns = self.columns
+        readers = columns.readers[blocks]
+        assert readers.all()
+        columns.readers[blocks] = readers - np.uint32(1)
+        idle = blocks[readers == 1]
+        if idle.size:
+            self._num_pinned -= len(idle)
+            columns.last_use[idle] = tick
+            self._records.store_last_use(idle, tick)
+            self._eviction.unpinned(idle, tick)
+
+    # --- giving up --------------------------------------------------------------------------
+
+    def evict(self, num_blocks: int) -> Blocks | None:
+        """Give up exactly `num_blocks` of the least recently used.
+
+        None: they cannot be found, and nothing went.
+        """
+        if num_blocks > self.num_idle:
+            return None
+        victims = self._eviction.choose(num_blocks)
+        if len(victims) < num_blocks:
+            self._eviction.put_back(victims)
+            return None
+        self._drop(victims)
+        return victims
+
+    def evict_up_to(self, num_blocks: int) -> Blocks:
+        """Give up at most `num_blocks` of the least recently used."""
+        victims = self._eviction.choose(min(num_blocks, self.num_idle))
+        self._drop(victims)
+        return victims
+
+    def drop_unused(self, blocks: Blocks) -> Blocks:
+        """Give up those of `blocks` (distinct, PUBLISHED) that nobody needs; returns them.
+
+        Nobody needs a block without readers whose children, if any, go too.
+        """
+        going = self._closed_leaves(blocks)
+        self._eviction.lost_children(self._drop(going))
+        return going
+
+    def _closed_leaves(self, blocks: Blocks) -> Blocks:
+        columns = self.columns
+        blocks = blocks[columns.readers[blocks] == 0]
+        blocks = blocks[np.argsort(-columns.depth[blocks].astype(np.int64), kind="stable")]
+        children, parents = columns.children_view, columns.parent_view
+        left: dict[int, int] = {}
+        going = []
+        for block in blocks.tolist():
+            if left.get(block, children[block]) == 0:
+                going.append(block)
+                parent = parents[block]
+                if parent:
+                    left[parent] = left.get(parent, children[parent]) - 1
+        return np.array(going, np.intp)
+
+    def _drop(self, blocks: Blocks) -> Blocks:
+        """PUBLISHED -> EVICTING -> FREE; returns the blocks that lost their last child and stay."""
+        if not blocks.size:
+            return NO_BLOCKS
+        self._require(blocks, BlockEvent.EVICT)
+        columns = self.columns
+        columns.state[blocks] = BlockState.EVICTING
+        self._records.store_state(blocks, BlockState.EVICTING)
+        self.index.remove(blocks)
+        self._num_published -= len(blocks)
+        parents, counts = np.unique(columns.parent[blocks], return_counts=True)
+        parents = parents.astype(np.intp)
+        columns.children[parents] -= counts.astype(np.uint32)
+        columns.children[0] = 0
+        columns.parent[blocks] = 0
+        columns.depth[blocks] = 0
+        self._make_free(blocks, already_evicting=True)
+        staying = (parents != 0) & (columns.children[parents] == 0)
+        staying &= columns.state[parents] == BlockState.PUBLISHED
+        left: Blocks = parents[staying]
+        return left
+
+    def _make_free(self, blocks: Blocks, *, already_evicting: bool = False) -> None:
+        columns = self.columns
+        if not already_evicting:
+            self._records.store_state(blocks, BlockState.EVICTING)
+        columns.generation[blocks] = next_generations(columns.generation[blocks])
+        self._records.store_generation(blocks, columns.generation[blocks])
+        columns.state[blocks] = BlockState.FREE
+        self._records.store_state(blocks, BlockState.FREE)
+        self._free.frombytes(blocks.astype(np.uint32).tobytes())
+
+    def _require(self, blocks: Blocks, event: BlockEvent) -> None:
+        allowed = BLOCK_EVENT_ALLOWED[event][self.columns.state[blocks]]
+        if not allowed.all():
+            block = int(blocks[int(allowed.argmin())])
+            raise illegal_block_event(self.columns.state_view[block], event, block=block)
+
+    # --- for tests --------------------------------------------------------------------------
+
+    def check_invariants(self) -> None:
+        """Recount everything from the arrays and compare the table; AssertionError otherwise."""
+        columns, table = self.columns, self._records.table
+        published = columns.state == BlockState.PUBLISHED
+        reserved = np.isin(columns.state, (BlockState.RESERVED, BlockState.WRITING))
+        free = columns.state == BlockState.FREE
+        counts = self.counts()
+        assert columns.state[0] == BlockState.FREE
+        assert sorted(self._free) == np.flatnonzero(free)[1:].tolist()
+        assert counts.reserved == np.count_nonzero(reserved)
+        assert counts.pinned == np.count_nonzero(columns.readers)
+        assert counts.published == np.count_nonzero(published & (columns.readers == 0))
+        assert counts.free + counts.reserved + counts.published + counts.pinned == counts.capacity
+        assert not columns.readers[~published].any()
+        assert (columns.holder[reserved] != 0).all()
+        assert not columns.holder[~reserved].any()
+        assert sorted(self.index.all_blocks().tolist()) == np.flatnonzero(published).tolist()
+        kept = np.flatnonzero(published)
+        parents = columns.parent[kept]
+        assert published[parents[parents != 0]].all()
+        children = np.bincount(parents[parents != 0], minlength=self.num_blocks)
+        assert (children == columns.children).all()
+        assert (table["state"] == columns.state).all()
+        assert (table["generation"][1:] == columns.generation[1:]).all()
+        found = find_survivors(table.copy(), namespace=self._namespace)
+        assert sorted(found.blocks.tolist()) == kept.tolist()
+        assert (found.keys == self.index.keys[found.blocks]).all()
+        assert (found.parents == columns.parent[found.blocks]).all()
