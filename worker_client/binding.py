@@ -224,7 +224,7 @@ def allocate_hisparse_kv_caches(
 
     Raises:
         CacheSpecError: (a `ValueError`) Host tensors of several sizes or none; not exactly one
-            host group; views that do not fit.
+            host group; views that do not fit; a pool whose own geometry is another one.
         CacheContractError: Device tensors of several sizes, or a layer that is in no group.
     """
     tensors = kv_cache_config.kv_cache_tensors
@@ -240,6 +240,7 @@ def allocate_hisparse_kv_caches(
             f"{len(host_tensors)} host tensors"
         )
     group_id = _host_group_id(kv_cache_config)
+    _check_pool_geometry(kv_cache_config, host_tensors, host_pool)
     backing = host_pool.allocate(sizes[0])
     group_spec = kv_cache_config.kv_cache_groups[group_id].kv_cache_spec
     for tensor in host_tensors:
@@ -258,6 +259,41 @@ def allocate_hisparse_kv_caches(
         )
         caches.update(zip(tensor.layers, views, strict=True))
     return caches
+
+
+def _check_pool_geometry(
+    kv_cache_config: Any, host_tensors: Sequence[Any], host_pool: HostPoolLike
+) -> None:
+    """Refuse a pool whose geometry puts rows elsewhere than the configuration does.
+
+    The service may give a backing of more blocks than were asked for, which moves every layer but
+    the first; another engine's published rows would then be read as noise. Pools without a
+    geometry (private ones, and vLLM's) have nobody to disagree with.
+    """
+    geometry = getattr(host_pool, "geometry", None)
+    if geometry is None:
+        return
+    num_blocks = int(getattr(host_pool, "num_blocks", 0))
+    wanted = {kv_cache_config.num_blocks_of(tensor) for tensor in host_tensors}
+    if wanted != {num_blocks}:
+        raise CacheSpecError(
+            f"the configuration has {sorted(wanted)} host blocks, the pool has {num_blocks}",
+            remedy="Lay the caches out with the pool's number of blocks",
+            value=num_blocks,
+        )
+    ours = sorted(
+        (tensor.offset + index * tensor.layer_stride, tensor.block_stride)
+        for tensor in host_tensors
+        for index in range(len(tensor.layers))
+    )
+    places = [geometry.place(layer, num_blocks) for layer in range(geometry.num_layers)]
+    theirs = sorted((place.offset_bytes, place.block_stride_bytes) for place in places)
+    if ours != theirs:
+        raise CacheSpecError(
+            f"the configuration places {len(ours)} layers in the host pool otherwise than the "
+            f"pool's geometry ({geometry.layout.value}, {len(theirs)} layers)",
+            remedy="Lay the caches out with the host layout of the namespace",
+        )
 
 
 def _host_group_id(kv_cache_config: Any) -> int:

@@ -97,6 +97,14 @@ def test_small_units_share_a_group_while_they_fit():
     assert [len(group.layer_names) for group in groups_of_kind(config, "HiSparseHotSpec")] == [4]
 
 
+def test_units_that_fill_the_indexers_page_sum_exactly_fit():
+    # Four indexer keys of 132 B are three rows of 176 B.
+    model = make_model(num_layers=4, index_group=1, row=(176, torch.uint8))
+    config = model.build()
+    hots = groups_of_kind(config, "HiSparseHotSpec")
+    assert [len(group.layer_names) for group in hots] == [3, 1]
+
+
 def test_layers_of_two_page_sizes_in_one_hot_group_are_refused():
     model = make_model(num_layers=2, index_group=2)
     model = with_spec(model, model.source[1], head_size=BF16[0], dtype=BF16[1])
@@ -410,6 +418,18 @@ def test_device_tensors_of_rows_pass_the_contracts_check(model: Model):
             row_bytes=model.row_bytes[source],
             block_size=model.block_size,
         ).check(num_layers=len(tensor.layers))
+
+
+def test_indexers_of_two_widths_lie_one_after_the_other():
+    model = make_model(num_layers=3, index_group=1)
+    name = model.source[1] + layout.INDEXER_SUFFIX
+    config = with_spec(model, name, head_size=260).build()
+    indexers = set(config.kv_cache_groups[1].layer_names)
+    tensors = [tensor for tensor in config.kv_cache_tensors if set(tensor.layers) <= indexers]
+    assert [(len(t.layers), t.offset, t.layer_stride) for t in tensors] == [
+        (2, 0, 16 * 132),
+        (1, 2 * 16 * 132, 16 * 260),
+    ]
 
 
 def test_block_strides_follow_the_alignment_that_specs_ask_for():
