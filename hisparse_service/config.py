@@ -28,11 +28,11 @@ from hisparse_service.contract.errors import ConfigError
 
 CONFIG_PATH_VARIABLE: Final = "HISPARSE_CONFIG"
 _PREFIX: Final = "HISPARSE_"
-_NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,47}$"
 _MIN_POOL_BYTES: Final = 2 * limits.MIB
 
-Name = Annotated[str, Meta(pattern=_NAME)]
-"""Letters, digits, '.', '_' and '-', at most 48: it becomes part of a file name."""
+# As in pool/names.py, which this module may not import: both become part of a segment's name.
+InstanceName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+PoolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_]{1,32}$")]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 ByteCount = Annotated[int, Meta(ge=0)]
 """Bytes; text such as "8GiB", "512 MiB" or "1_000_000" is understood."""
@@ -41,11 +41,11 @@ ByteCount = Annotated[int, Meta(ge=0)]
 class PoolSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The host memory that the daemon owns."""
 
-    name: Name = "pool0"
+    name: PoolName = "main"
     """The segment is /hisparse-<instance>-<name>."""
     bytes: ByteCount = limits.GIB
     """Size of the pool, headers and block tables included."""
-    populate_threads: Annotated[int, Meta(ge=0, le=512)] = 0
+    populate_threads: Annotated[int, Meta(ge=0, le=256)] = 0
     """Threads that reserve the pages; 0 = one a core."""
     numa: Literal["none", "interleave", "bind"] = "none"
     """Where pages go on a machine with several NUMA nodes. none: where first touched."""
@@ -101,7 +101,7 @@ class LogSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All settings of one daemon."""
 
-    instance: Name = "default"
+    instance: InstanceName = "default"
     runtime_dir: str = ""
     """Where the sockets and the lock lie; empty: see `default_runtime_dir`."""
     pool: PoolSettings = PoolSettings()

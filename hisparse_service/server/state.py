@@ -1,0 +1,137 @@
+"""What the control loop knows: the service's phase, its clients, its namespaces and their backings.
+
+Plain data that the request handlers share. Everything here belongs to the control loop's thread; a
+helper thread hands over through `loop.call_soon`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from hisparse_service.contract import messages as m
+from hisparse_service.contract.geometry import HostGeometry
+from hisparse_service.directory.directory import Directory
+from hisparse_service.membership.liveness import PidWatcher
+from hisparse_service.membership.sessions import Session, SessionTable
+from hisparse_service.pool.pool import Backing, Pool
+from hisparse_service.server.events import EventPublisher
+from hisparse_service.telemetry.metrics import ServerMetrics
+
+
+class Phase(enum.Enum):
+    """What the service does. STARTING -> READY -> DRAINING -> STOPPED, each also -> STOPPED."""
+
+    STARTING = "starting"
+    """The pool is created or adopted, and populated; Hello, Ping and Status are answered."""
+    READY = "ready"
+    DRAINING = "draining"
+    """No new session, nothing reserved; what is held may be finished and given back."""
+    STOPPED = "stopped"
+
+
+class LongRequest(Protocol):
+    """A request that is carried out in slices, so that others are served in between."""
+
+    def step(self) -> bool:
+        """Do one slice; True when `finish` may be called."""
+
+    def finish(self, now_s: float) -> m.Reply:
+        """The reply."""
+
+    def cancel(self) -> None:
+        """Its client is gone. Idempotent."""
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """A request that waits behind a long one of its own session."""
+
+    request: m.Request
+    received_s: float
+    frame_bytes: int
+    work: LongRequest | None = None
+    """Set once it was begun."""
+
+
+@dataclass(slots=True, eq=False)
+class Client:
+    """A connection with a session, beside what `membership` knows of it."""
+
+    session: Session
+    peer_address: str
+    """As the kernel gave it at Hello; a frame with another one is from somebody else."""
+    connection_fd: int
+    is_operator: bool
+    hello: m.Hello
+    pending: deque[Pending] = field(default_factory=deque)
+    """In order of arrival; at most MAX_IN_FLIGHT_PER_SESSION."""
+    counters: dict[str, float] = field(default_factory=dict)
+    """The worker's own, of its last heartbeat."""
+
+
+@dataclass(slots=True, eq=False)
+class NamespaceEntry:
+    """A namespace's geometry, and its backing once it has one."""
+
+    namespace_id: int
+    fingerprint: bytes
+    name: str
+    geometry: HostGeometry
+    geometry_blob: bytes
+    backing: Backing | None = None
+    is_adopted: bool = False
+    openers: set[int] = field(default_factory=set)
+    """Live sessions that opened it; without any and without a backing it is dropped."""
+    turns: deque[int] = field(default_factory=deque)
+    """Sessions that register or wait to; the first has the turn."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ServerOptions:
+    """What does not change while the daemon runs."""
+
+    instance: str
+    daemon_version: str
+    epoch: int
+    events_endpoint: str
+    heartbeat_interval_s: float
+    session_timeout_s: float
+    lease_ttl_s: float
+    started_s: float
+
+
+@dataclass(slots=True, eq=False)
+class ServerState:
+    """Everything that handlers read and change."""
+
+    options: ServerOptions
+    sessions: SessionTable
+    watcher: PidWatcher
+    events: EventPublisher
+    metrics: ServerMetrics
+    directory: Directory
+    request_stop: Callable[[str], None]
+    """Ask the loop to end, with the reason."""
+    begin_drain: Callable[[float, bool], None]
+    """Drain with a deadline (monotonic) and whether to stop at its end."""
+    describe_helpers: Callable[[], dict[str, object]] = dict
+    pool: Pool | None = None
+    phase: Phase = Phase.STARTING
+    progress: float = 0.0
+    """Of population, 0 to 1."""
+    clients: dict[bytes, Client] = field(default_factory=dict)
+    """By routing id."""
+    by_session: dict[int, Client] = field(default_factory=dict)
+    by_connection: dict[int, bytes] = field(default_factory=dict)
+    """Routing id by number of the connection."""
+    namespaces: dict[int, NamespaceEntry] = field(default_factory=dict)
+    by_fingerprint: dict[bytes, NamespaceEntry] = field(default_factory=dict)
+
+    @property
+    def num_workers(self) -> int:
+        """Sessions that are not operators."""
+        return sum(not client.is_operator for client in self.clients.values())
