@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from hisparse_service.contract.errors import HiSparseError
+from hisparse_service.contract.errors import ConfigError, HiSparseError, InternalError
 from hisparse_service.contract.limits import MIB
 from hisparse_service.pool import os_calls
 
@@ -128,12 +128,16 @@ def populate(
     """
     started = time.monotonic()
     chosen = method or supported_method(address)
-    run = _Run(
-        fd=fd, address=address, size_bytes=size_bytes, method=chosen,
-        threads=min(threads or default_threads(), -(-size_bytes // _CHUNK_ALIGNMENT_BYTES)),
-    )  # fmt: skip
-    run.start()
+
+    def reserve(offset_bytes: int, length_bytes: int) -> None:
+        if chosen is PopulateMethod.FALLOCATE:
+            os_calls.fallocate(fd, offset_bytes, length_bytes)
+        else:
+            os_calls.madvise(address + offset_bytes, length_bytes, os_calls.MADV_POPULATE_WRITE)
+
+    run = _Run(size_bytes, threads, reserve)
     try:
+        run.start()
         while not run.wait(PROGRESS_INTERVAL_S):
             if cancel is not None and cancel.is_set():
                 raise Cancelled("population was cancelled", done_bytes=run.done_bytes)
@@ -141,10 +145,7 @@ def populate(
                 progress(run.progress(started))
     finally:
         run.stop()
-    if run.error is not None:
-        raise run.error
-    if cancel is not None and cancel.is_set():
-        raise Cancelled("population was cancelled", done_bytes=run.done_bytes)
+    run.check_done()
     if progress is not None:
         progress(run.progress(started))
     return PopulateReport(
@@ -155,23 +156,47 @@ def populate(
     )
 
 
-class _Run:
-    """The threads of one population. Shared state is under `_lock`."""
+def touch_page_tables(*, address: int, size_bytes: int, threads: int = 0) -> None:
+    """Map pages that are there already, in parallel: what follows walks page tables, not faults.
 
-    def __init__(
-        self, *, fd: int, address: int, size_bytes: int, method: PopulateMethod, threads: int
-    ) -> None:
-        self._fd = fd
-        self._address = address
+    Raises:
+        OSError: A page cannot be had.
+    """
+
+    def touch(offset_bytes: int, length_bytes: int) -> None:
+        os_calls.madvise(address + offset_bytes, length_bytes, os_calls.MADV_POPULATE_READ)
+
+    run = _Run(size_bytes, threads, touch)
+    try:
+        run.start()
+    finally:
+        run.stop(_Stop.WHEN_DONE)
+    run.check_done()
+
+
+class _Stop(enum.Enum):
+    """When threads end."""
+
+    NOW = "now"
+    """After the chunk that each is at."""
+    WHEN_DONE = "when_done"
+
+
+class _Run:
+    """Threads that call `work(offset_bytes, length_bytes)` for each chunk of [0, size_bytes).
+
+    Shared state is under `_lock`. `stop` must be called: the threads use the mapping.
+    """
+
+    def __init__(self, size_bytes: int, threads: int, work: Callable[[int, int], None]) -> None:
         self._size_bytes = size_bytes
-        self._method = method
-        self.num_threads = max(1, threads)
+        self._do = work
+        most = max(1, -(-size_bytes // _CHUNK_ALIGNMENT_BYTES))
+        self.num_threads = min(threads or default_threads(), most)
         self._chunk_bytes = _chunk_bytes(size_bytes, self.num_threads)
         self._lock = threading.Lock()
         self._next_offset = 0
         self._done_bytes = 0
-        self._running = 0
-        self._finished = threading.Event()
         self._threads: list[threading.Thread] = []
         self.error: OSError | None = None
 
@@ -187,49 +212,57 @@ class _Run:
         )
 
     def start(self) -> None:
-        self._running = self.num_threads
         for index in range(self.num_threads):
             thread = threading.Thread(target=self._work, name=f"pool-populate-{index}", daemon=True)
-            self._threads.append(thread)
             try:
                 thread.start()
-            except RuntimeError:
-                # No more threads to be had (RLIMIT_NPROC): the ones that run do the work.
-                self._threads.pop()
-                with self._lock:
-                    self._running -= self.num_threads - index
-                    self.num_threads = max(1, index)
+            except RuntimeError as error:
                 if index == 0:
-                    self._running = 1
-                    self._work()
-                break
+                    raise ConfigError(
+                        "no thread can be started to populate the pool",
+                        remedy="Raise RLIMIT_NPROC or the pids limit of the cgroup",
+                    ) from error
+                self.num_threads = index  # those that run do the work
+                return
+            self._threads.append(thread)
 
     def wait(self, timeout_s: float) -> bool:
-        return self._finished.wait(timeout_s)
+        """Whether all threads have ended; waits for one that has not."""
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(timeout_s)
+                break
+        return not any(thread.is_alive() for thread in self._threads)
 
-    def stop(self) -> None:
-        """Hand out no more chunks and wait for the threads: they use the mapping."""
-        with self._lock:
-            self._next_offset = self._size_bytes
+    def stop(self, when: _Stop = _Stop.NOW) -> None:
+        if when is _Stop.NOW:
+            with self._lock:
+                self._next_offset = self._size_bytes
         for thread in self._threads:
             thread.join()
+
+    def check_done(self) -> None:
+        """Raise what a thread met. Done is what every chunk was, not what no thread complained of.
+
+        Raises:
+            OSError: The first error of a chunk.
+            InternalError: A thread ended for another reason.
+        """
+        if self.error is not None:
+            raise self.error
+        if self._done_bytes != self._size_bytes:
+            raise InternalError(f"{self._done_bytes} of {self._size_bytes} bytes were populated")
 
     def _work(self) -> None:
         try:
             while (chunk := self._take()) is not None:
-                self._reserve(*chunk)
+                self._do(*chunk)
                 with self._lock:
                     self._done_bytes += chunk[1]
         except OSError as error:
             with self._lock:
                 self.error = self.error or error
                 self._next_offset = self._size_bytes
-        finally:
-            with self._lock:
-                self._running -= 1
-                last = self._running <= 0
-            if last:
-                self._finished.set()
 
     def _take(self) -> tuple[int, int] | None:
         with self._lock:
@@ -237,14 +270,6 @@ class _Run:
             length = min(self._chunk_bytes, self._size_bytes - offset)
             self._next_offset += max(0, length)
         return (offset, length) if length > 0 else None
-
-    def _reserve(self, offset_bytes: int, length_bytes: int) -> None:
-        if self._method is PopulateMethod.FALLOCATE:
-            os_calls.fallocate(self._fd, offset_bytes, length_bytes)
-        else:
-            os_calls.madvise(
-                self._address + offset_bytes, length_bytes, os_calls.MADV_POPULATE_WRITE
-            )
 
 
 def _chunk_bytes(size_bytes: int, threads: int) -> int:
