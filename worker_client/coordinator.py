@@ -245,6 +245,10 @@ class HiSparseCoordinator:
         """Tokens of a request whose rows exist."""
         return self._running(request_id).num_computed
 
+    def knows(self, request_id: str) -> bool:
+        """Whether the request runs, or waits for its last pages."""
+        return request_id in self._requests
+
     def pages(self, request_id: str) -> Sequence[Page]:
         """A request's pages, to look at."""
         return tuple(self._find(request_id).pages)

@@ -1,0 +1,366 @@
+"""Greedy generation for several requests at once over a `TieredModel`: a small engine.
+
+Each `step` computes one chunk of the first request that still has prompt to compute, then one token
+of every request that has none, and ends with one message to the service at most. The order depends
+on nothing but the calls, so the ranks of a tensor-parallel group that are called alike step alike.
+
+A `Generator` owns the tiered model, the coordinator and the mirror queue; it borrows model and
+namespace. Used on the worker's compute thread only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from hisparse_service.contract.errors import CapacityError, UsageError
+from worker_client.client import CudaUse, Namespace
+from worker_client.coordinator import (
+    CoordinatorConfig,
+    HiSparseCoordinator,
+    PublishReport,
+    Role,
+)
+from worker_client.host_pool import HostPool
+from worker_client.integrations.transformers import (
+    Batch,
+    RowAudit,
+    StepMode,
+    TieredModel,
+    TierSizes,
+)
+from worker_client.mirror import CompletionTracker, EventTracker, ImmediateTracker, MirrorQueue
+from worker_client.requests import Admission, EndMode, PageMirror, StepWork
+
+_POLL_S = 0.002
+"""How often a step that waits for a publication asks again: a round trip takes 0.1 ms."""
+
+
+class MirrorAudit(RowAudit, Protocol):
+    """A `RowAudit` that is also told where pages go."""
+
+    def mirrored(self, request_id: str, page: int, host_block: int) -> None:
+        """This page is about to be copied to that host block."""
+        ...
+
+    def ended(self, request_id: str) -> None:
+        """The request computes nothing more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One generated token.
+
+    Attributes:
+        request_id: Whose.
+        token: Its id.
+        logits: ``[vocab]``, on the CPU: what it was the greatest of.
+        is_last: The request has ended.
+    """
+
+    request_id: str
+    token: int
+    logits: torch.Tensor
+    is_last: bool
+
+
+@dataclass(slots=True)
+class _Sequence:
+    slot: int
+    tokens: list[int]
+    """Prompt and generated ones."""
+    left: int
+    """Tokens still to generate."""
+
+
+@dataclass(slots=True)
+class GenerationStatistics:
+    """Counts since the generator was made."""
+
+    steps: int = 0
+    prefilled_tokens: int = 0
+    generated_tokens: int = 0
+    waits: int = 0
+    """Times that a step had to wait for a publication."""
+    longest_context: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorOptions:
+    """What a generator does beyond its sizes.
+
+    Attributes:
+        role: WRITER for the group's rank 0.
+        num_host_blocks: Blocks of the namespace's backing, the null block included.
+        cuda: Whether the host pool is registered with CUDA.
+        wait_timeout_s: How long a step waits for a publication.
+        audit: Sees all rows.
+        tracker: Tells when mirrors are complete; None for the device's own.
+    """
+
+    role: Role
+    num_host_blocks: int
+    cuda: CudaUse = CudaUse.AUTO
+    wait_timeout_s: float = 30.0
+    audit: MirrorAudit | None = None
+    tracker: CompletionTracker | None = field(default=None)
+
+
+class Generator:
+    """Requests of one rank, from prompt to last token.
+
+    Args:
+        model: `GlmMoeDsaForCausalLM` on its device, in evaluation mode.
+        namespace: Opened with the model's geometry; attached here.
+        sizes: Sizes of the tiers.
+        options: See `GeneratorOptions`.
+    """
+
+    def __init__(
+        self, model: Any, namespace: Namespace, sizes: TierSizes, options: GeneratorOptions
+    ) -> None:
+        self.statistics = GenerationStatistics()
+        self.options = options
+        self.host_pool: HostPool = namespace.attach(options.num_host_blocks, cuda=options.cuda)
+        if options.role is Role.WRITER:
+            namespace.take_writer()
+        self.tiers = TieredModel(model, self.host_pool, sizes, audit=options.audit)
+        self.coordinator = HiSparseCoordinator(
+            namespace,
+            CoordinatorConfig(
+                block_size=sizes.block_size,
+                num_device_blocks=sizes.num_device_blocks,
+                num_resident_groups=self.tiers.num_resident_groups,
+                num_hot_groups=self.tiers.num_resident_groups,
+                hot_blocks_per_request=self.tiers.hot_blocks_per_request,
+                max_num_requests=sizes.max_num_requests,
+                max_model_tokens=sizes.max_model_tokens,
+                max_step_tokens=sizes.max_step_tokens,
+            ),
+            role=options.role,
+        )
+        on_gpu = self.tiers.device.type == "cuda"
+        self._queue = MirrorQueue(
+            num_units=self.tiers.num_mirror_units,
+            block_size=sizes.block_size,
+            tracker=options.tracker or (EventTracker() if on_gpu else ImmediateTracker()),
+            backend=self.tiers.backend,
+        )
+        self._sequences: dict[str, _Sequence] = {}
+        self._mirrored: set[str] = set()
+        """Requests that the mirror queue knows."""
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int,
+        num_hit_tokens: int | None = None,
+    ) -> Admission:
+        """Let a request in; see `HiSparseCoordinator.admit`.
+
+        A name that was used before is free again when the last pages of its request are.
+        """
+        self._wait(lambda: not self.coordinator.knows(request_id) or request_id in self._sequences,
+                   f"the last pages of {request_id!r} to be published")  # fmt: skip
+        admission = self.coordinator.admit(
+            request_id,
+            prompt,
+            max_tokens=len(prompt) + max_new_tokens,
+            num_hit_tokens=num_hit_tokens,
+        )
+        if self.options.role is Role.WRITER:
+            first_block = admission.num_hit_tokens // self.tiers.sizes.block_size
+            self._queue.open_request(request_id, first_block=first_block)
+            self._mirrored.add(request_id)
+        self._sequences[request_id] = _Sequence(
+            admission.request_slot, list(prompt), max_new_tokens
+        )
+        return admission
+
+    def preempt(self, request_id: str) -> list[int]:
+        """Take a request off the device; returns its tokens so far, to be added again."""
+        sequence = self._sequences.pop(request_id)
+        self._end(request_id, EndMode.DISCARD)
+        return sequence.tokens
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that still generate."""
+        return len(self._sequences)
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def step(self) -> list[Token]:
+        """Compute one prefill chunk and one token of each request past its prompt.
+
+        Raises:
+            CapacityError: No device room for the step, and no publication made some in time.
+            StaleBlock, LeaseError: A block that the step may have read is gone; its results are
+                not returned.
+        """
+        tokens: list[Token] = []
+        chunk = self._next_chunk()
+        if chunk is not None:
+            tokens += self._run(chunk)
+        decode = self._next_decode(skip={token.request_id for token in tokens})
+        if decode is not None:
+            tokens += self._run(decode)
+        self.settle()
+        self.statistics.steps += 1
+        return tokens
+
+    def settle(self) -> PublishReport:
+        """Pass on what completed: from the mirror queue to the coordinator, and to the service."""
+        for block in self._queue.poll():
+            self.coordinator.completed(str(block.request), block.block_index)
+        self.coordinator.dropped(self._queue.poll_dropped())
+        report = self.coordinator.publish()
+        for request_id in [name for name in self._mirrored if name not in self._sequences]:
+            if not self.coordinator.knows(request_id):
+                self._queue.drop_request(request_id)
+                self._mirrored.discard(request_id)
+        return report
+
+    def drain(self) -> None:
+        """Wait until the last pages of ended requests are published.
+
+        Raises:
+            CapacityError: They are not, in time.
+        """
+        self._wait(lambda: self.coordinator.num_finishing == 0, "the last pages to be published")
+
+    def close(self) -> None:
+        """Give everything back, in the order of use. Idempotent."""
+        self.coordinator.close()
+        self.tiers.close()
+
+    def _next_chunk(self) -> Batch | None:
+        for request_id, sequence in self._sequences.items():
+            start = self.coordinator.num_computed_tokens(request_id)
+            if len(sequence.tokens) - start > 1 or start == 0:
+                end = start + self.tiers.sizes.max_step_tokens
+                return self._batch(
+                    StepMode.PREFILL, {request_id: tuple(sequence.tokens[start:end])}
+                )
+        return None
+
+    def _next_decode(self, *, skip: set[str]) -> Batch | None:
+        last: dict[str, tuple[int, ...]] = {
+            request_id: (sequence.tokens[-1],)
+            for request_id, sequence in self._sequences.items()
+            if request_id not in skip
+            and self.coordinator.num_computed_tokens(request_id) == len(sequence.tokens) - 1 > 0
+        }
+        return self._batch(StepMode.DECODE, last) if last else None
+
+    def _batch(self, mode: StepMode, tokens: dict[str, tuple[int, ...]]) -> Batch:
+        return Batch(
+            mode=mode,
+            request_ids=tuple(tokens),
+            request_slots=tuple(self._sequences[name].slot for name in tokens),
+            starts=tuple(self.coordinator.num_computed_tokens(name) for name in tokens),
+            tokens=tuple(tokens.values()),
+        )
+
+    def _run(self, batch: Batch) -> list[Token]:
+        self._prepare(batch)
+        logits = self.tiers.forward(batch).float().cpu()
+        # Before the results are used: whatever was read from the host was still what it was (I3).
+        self.coordinator.verify()
+        self._commit(batch)
+        return self._sample(batch, logits)
+
+    def _prepare(self, batch: Batch) -> None:
+        work = [
+            StepWork(name, len(tokens))
+            for name, tokens in zip(batch.request_ids, batch.tokens, strict=True)
+        ]
+        deadline_s = time.monotonic() + self.options.wait_timeout_s
+        while True:
+            try:
+                plan = self.coordinator.prepare(work)
+            except CapacityError:
+                self.statistics.waits += 1
+                if time.monotonic() > deadline_s:
+                    raise
+                if not self.settle().published:
+                    time.sleep(_POLL_S)
+                continue
+            self.tiers.apply(plan)
+            return
+
+    def _commit(self, batch: Batch) -> None:
+        mirrors: list[PageMirror] = []
+        for request_id, tokens in zip(batch.request_ids, batch.tokens, strict=True):
+            mirrors += self.coordinator.commit(request_id, tokens)
+            computed = self.coordinator.num_computed_tokens(request_id)
+            if request_id in self._mirrored:
+                self._queue.accept(request_id, computed)
+            self.statistics.longest_context = max(self.statistics.longest_context, computed)
+            if batch.mode is StepMode.PREFILL:
+                self.statistics.prefilled_tokens += len(tokens)
+        if not mirrors:
+            return
+        if self.options.audit is not None:
+            for mirror in mirrors:
+                self.options.audit.mirrored(mirror.request_id, mirror.page, mirror.host_block)
+        self.tiers.submit_mirrors(self._queue, mirrors)
+        self._queue.seal()
+        self.coordinator.enqueued(mirrors)
+
+    def _sample(self, batch: Batch, logits: torch.Tensor) -> list[Token]:
+        tokens: list[Token] = []
+        for request_id, row in zip(batch.request_ids, logits, strict=True):
+            sequence = self._sequences[request_id]
+            if self.coordinator.num_computed_tokens(request_id) < len(sequence.tokens):
+                continue  # a chunk in the middle of a prompt
+            token = int(row.argmax())
+            sequence.tokens.append(token)
+            sequence.left -= 1
+            self.statistics.generated_tokens += 1
+            tokens.append(Token(request_id, token, row, sequence.left == 0))
+            if sequence.left == 0:
+                del self._sequences[request_id]
+                self._end(request_id, EndMode.PUBLISH)
+        return tokens
+
+    def _end(self, request_id: str, mode: EndMode) -> None:
+        if mode is EndMode.DISCARD and request_id in self._mirrored:
+            self._queue.drop_request(request_id)
+            self._mirrored.discard(request_id)
+        self.coordinator.finish(request_id, mode=mode)
+        if self.options.audit is not None:
+            self.options.audit.ended(request_id)
+
+    def _wait(self, is_done: Any, what: str) -> None:
+        deadline_s = time.monotonic() + self.options.wait_timeout_s
+        while True:
+            self.settle()
+            if is_done():
+                return
+            if time.monotonic() > deadline_s:
+                raise CapacityError(
+                    f"{what}: not within {self.options.wait_timeout_s:g} s",
+                    remedy="See whether the daemon runs (`hisparse-service status`)",
+                )
+            time.sleep(_POLL_S)
+
+
+def check_prompt(prompt: Sequence[int], vocab_size: int) -> None:
+    """Refuse token ids that the model has no embedding for.
+
+    Raises:
+        UsageError: With the id.
+    """
+    for token in prompt:
+        if not 0 <= token < vocab_size:
+            raise UsageError(f"token {token} is not one of {vocab_size}")
