@@ -62,7 +62,7 @@ class BlockDirectory:
         self._namespace = namespace
         self.num_blocks = self._records.num_blocks
         self.columns = BlockColumns(self.num_blocks)
-        self.index = KeyIndex(self.num_blocks, seed=hash_seed)
+        self.index = KeyIndex(self.columns, seed=hash_seed)
         self._eviction = LeastRecentlyUsed(self.columns)
         self._free = array("I")
         self._num_published = 0
@@ -408,5 +408,5 @@ class BlockDirectory:
         assert (table["generation"][1:] == columns.generation[1:]).all()
         found = find_survivors(table.copy(), namespace=self._namespace)
         assert sorted(found.blocks.tolist()) == kept.tolist()
-        assert (found.keys == self.index.keys[found.blocks]).all()
+        assert (found.keys == columns.keys_of(found.blocks)).all()
         assert (found.parents == columns.parent[found.blocks]).all()

@@ -465,11 +465,11 @@ class Directory:
         if not good.all():
             at = int(good.argmin())
             raise stale_block(owner, int(wanted[at]), int(generations[at]))
-        missing = wanted if lease is None else lease.pins.missing(wanted)
+        missing = wanted if lease is None else owner.not_pinned_by(lease, wanted)
         owner.check_quota(account, pins=len(missing), leases=lease is None)
         lease = self._renewed(account, owner, lease, now_s)
         if missing.size:
-            owner.pin_into(lease, missing, tick=owner.blocks.next_tick())
+            owner.pin_new_into(lease, missing, tick=owner.blocks.next_tick())
         return PinResult(lease.lease_id, lease.deadline_s)
 
     @_counts_refusals

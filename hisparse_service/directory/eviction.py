@@ -20,15 +20,13 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
 from hisparse_service.contract.segment import BlockState
+from hisparse_service.directory.columns import BlockColumns
 from hisparse_service.directory.index import Blocks
-
-if TYPE_CHECKING:
-    from hisparse_service.directory.columns import BlockColumns
 
 _MIN_SWEEP_ENTRIES: Final = 4096
 """Below this many entries stale ones are not worth a sweep."""

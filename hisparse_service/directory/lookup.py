@@ -65,8 +65,14 @@ class Lookup:
         blocks = self._namespace.blocks
         found = blocks.match_prefix(part, after=self._last)
         if found.size:
+            tick = blocks.next_tick()
             try:
-                self._namespace.pin_into(self._lease, found, tick=blocks.next_tick())
+                if self._is_new_lease:
+                    # Its id is not known to anybody: only this lookup pins into it, and no block
+                    # is twice in a prefix.
+                    self._namespace.pin_new_into(self._lease, found, tick=tick)
+                else:
+                    self._namespace.pin_into(self._lease, found, tick=tick)
             except QuotaExceeded:
                 self.cancel()
                 raise

@@ -398,7 +398,7 @@ class MirrorPlan:
 
     def _merge(self, lease: Lease, losers: Blocks, canonical: Blocks, tick: int) -> None:
         namespace = self._namespace
-        missing = lease.pins.missing(canonical)
+        missing = namespace.not_pinned_by(lease, canonical)
         if missing.size:
             namespace.blocks.pin(missing, tick=tick)
             lease.pins.add(missing)
