@@ -2,11 +2,11 @@
 
     python -I -S embedded_supervisor.py <parent pid> <runtime directory> <instance> -- <command...>
 
-Imports the standard library only. The kernel's own parent-death signal is bound to the *thread* that started a child, and a notebook's
-threads come and go. So this small process watches its parent (a pidfd fires on SIGKILL too), ends
-the daemon, and then removes what a daemon that was itself killed left behind: the segments of this
-instance, whose name nobody else has, and the runtime directory. Should this process be killed, the
-daemon gets SIGTERM by its parent-death signal.
+Imports the standard library only. The kernel's own parent-death signal is bound to the *thread*
+that started a child, and a notebook's threads come and go. So this small process watches its parent
+(a pidfd fires on SIGKILL too), ends the daemon, and then removes what a daemon that was itself
+killed left behind: the segments of this instance, whose name nobody else has, and the runtime
+directory. Should this process be killed, the daemon gets SIGTERM by its parent-death signal.
 """
 
 from __future__ import annotations

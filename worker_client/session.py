@@ -181,6 +181,7 @@ class Session:
         self._timeout_s = timeout_s
         self._next_id = 1
         self._usable = True
+        self._close_once = threading.Lock()
         self._forked = False
         self._connected = False
         self._needs_hello = True
@@ -238,7 +239,7 @@ class Session:
 
     def close(self) -> None:
         """Say Bye where the daemon answers, end the thread, close the sockets. Idempotent."""
-        if self._closed:
+        if not self._close_once.acquire(blocking=False):
             return
         self._usable = False
         if self._forked:
@@ -248,8 +249,6 @@ class Session:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_TIMEOUT_S)
         with self.lock:
-            if self._closed:
-                return
             linger_ms = 0
             if self.state is SessionState.ALIVE and not self._needs_hello:
                 linger_ms = self._say_bye()
@@ -268,19 +267,9 @@ class Session:
         return 0
 
     @property
-    def context(self) -> zmq.Context[zmq.Socket[bytes]]:
-        """For further sockets of this client; they must be closed before `close`."""
-        self._check_usable()
-        return self._context
-
-    @property
     def is_alive(self) -> bool:
         """Whether the daemon answered last time. Reads without the lock: a hint."""
         return self.state is SessionState.ALIVE and not self._needs_hello
-
-    @property
-    def _closed(self) -> bool:
-        return self.state is SessionState.CLOSED
 
     def _move(self, state: SessionState) -> None:
         if state not in _TRANSITIONS[self.state]:

@@ -1,0 +1,355 @@
+"""Sessions against a scripted ROUTER: deadlines, late replies, new sessions, forks, closing."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+from fake_daemon import FakeDaemon, short_directory, wait_until
+
+import worker_client
+from hisparse_service.contract.errors import (
+    CapacityError,
+    ClosedError,
+    ConfigError,
+    InternalError,
+    MessageTooLarge,
+    NotReady,
+    ProtocolMismatch,
+    ServiceUnavailable,
+)
+from hisparse_service.contract.messages import (
+    Done,
+    Hello,
+    Lookup,
+    Ping,
+    Pong,
+    Status,
+    StatusReply,
+)
+from worker_client.session import Identity, Session, SessionState, WhenAway
+
+
+@pytest.fixture
+def directory():
+    with short_directory() as made:
+        yield made
+
+
+@pytest.fixture
+def daemon(directory):
+    fake = FakeDaemon(directory)
+    yield fake
+    fake.stop()
+
+
+@pytest.fixture
+def session(daemon):
+    made = Session(daemon.endpoint, Identity(client_name="t"))
+    made.open(timeout_s=10)
+    yield made
+    made.close()
+
+
+class Owner:
+    """Counts what a session asks of its owner."""
+
+    def __init__(self):
+        self.reattached = 0
+        self.handed_in = 0
+        self.late = []
+        self.due = []
+        self.lost = []
+
+    def reattach(self):
+        self.reattached += 1
+
+    def hand_in(self):
+        self.handed_in += 1
+
+    def leases_to_renew(self, _now_ns):
+        return self.due
+
+    def renewed(self, _lease_ids, pong):
+        self.lost += pong.lost_leases
+
+    def late_reply(self, reply):
+        self.late.append(reply)
+
+    def housekeeping(self):
+        pass
+
+
+def no_answer(_request):
+    return None
+
+
+def ping(session, **options):
+    return session.request(Ping, Pong, **options)
+
+
+def test_a_request_is_answered_and_carries_the_epoch(session, daemon):
+    assert ping(session).epoch == daemon.epoch == session.epoch
+    assert session.state is SessionState.ALIVE
+
+
+def test_no_daemon_at_all_is_service_unavailable_at_the_deadline(directory):
+    with pytest.raises(ServiceUnavailable, match="no daemon listens"):
+        worker_client.connect(directory, client_name="t", timeout_s=0.2)
+
+
+def test_a_silent_daemon_is_service_unavailable_at_the_deadline(session, daemon):
+    daemon.on[Status] = no_answer
+    before = time.monotonic()
+    with pytest.raises(ServiceUnavailable, match="deadline"):
+        session.request(Status, StatusReply, timeout_s=0.15)
+    assert time.monotonic() - before >= 0.15
+    assert session.counters["request_timeouts"] == 1
+
+
+def test_a_late_reply_is_dropped_and_told_to_the_owner(session, daemon):
+    """Otherwise it would be taken for the answer to the next request."""
+    owner = session.owner = Owner()
+    kept = []
+    daemon.on[Status] = kept.append
+    with pytest.raises(ServiceUnavailable):
+        session.request(Status, StatusReply, timeout_s=0.1)
+    daemon.pause.set()
+    late = StatusReply(kept[0].request_id, daemon.epoch, {"late": True})
+    daemon.send_to_all(late)
+    daemon.pause.clear()
+    wait_until(lambda: session.is_alive)
+    daemon.on[Status] = lambda r: StatusReply(r.request_id, daemon.epoch, {"late": False})
+    assert session.request(Status, StatusReply).status == {"late": False}
+    assert owner.late == [late]
+    assert owner.handed_in >= 1
+    assert owner.reattached == 0
+
+
+def test_a_typed_error_comes_out_as_it_is(session, daemon):
+    daemon.on[Status] = lambda _: CapacityError("full", remedy="wait", needed=3, free=1)
+    with pytest.raises(CapacityError, match="full") as caught:
+        session.request(Status, StatusReply)
+    assert caught.value.details == {"needed": 3, "free": 1}
+    assert caught.value.remedy == "wait"
+
+
+def test_a_reply_of_the_wrong_type_is_an_internal_error(session, daemon):
+    daemon.on[Status] = lambda request: Done(request.request_id, daemon.epoch)
+    with pytest.raises(InternalError, match="Done"):
+        session.request(Status, StatusReply)
+
+
+def test_an_unknown_session_says_hello_again_and_the_request_succeeds(session, daemon):
+    owner = session.owner = Owner()
+    daemon.forget_sessions.set()
+    assert ping(session).epoch == daemon.epoch
+    assert daemon.count(Hello) == 2
+    assert owner.reattached == 1
+    assert session.counters["reconnects"] == 1
+
+
+def test_another_epoch_in_a_reply_makes_a_new_session(session, daemon):
+    """A restart between two pings must not go unnoticed."""
+    owner = session.owner = Owner()
+    daemon.epoch = 12
+    assert ping(session).epoch == 12
+    assert session.epoch == 12
+    assert owner.reattached == 1
+
+
+def test_a_daemon_killed_mid_request_is_answered_by_its_successor(session, daemon, directory):
+    owner = session.owner = Owner()
+    daemon.on[Status] = no_answer
+    answers = []
+    asker = threading.Thread(
+        target=lambda: answers.append(session.request(Status, StatusReply, timeout_s=15))
+    )
+    asker.start()
+    wait_until(lambda: daemon.count(Status))
+    daemon.stop()
+    successor = FakeDaemon(directory, epoch=99)
+    successor.on[Status] = lambda r: StatusReply(r.request_id, successor.epoch, {"from": "second"})
+    try:
+        asker.join(20)
+        assert [reply.status for reply in answers] == [{"from": "second"}]
+        assert (session.epoch, owner.reattached) == (99, 1)
+    finally:
+        session.close()
+        successor.stop()
+        daemon.start()  # for the fixture to stop
+
+
+def test_a_request_that_may_not_wait_fails_as_soon_as_the_connection_breaks(
+    session, daemon, directory
+):
+    """A decode step must not stand still for the whole deadline when the daemon is killed."""
+    daemon.on[Status] = no_answer
+    caught = []
+
+    def ask():
+        try:
+            session.request(Status, StatusReply, timeout_s=3600, when_away=WhenAway.FAIL)
+        except ServiceUnavailable as error:
+            caught.append(error)
+
+    asker = threading.Thread(target=ask)
+    asker.start()
+    wait_until(lambda: daemon.count(Status))
+    daemon.stop()
+    asker.join(20)
+    assert not asker.is_alive()
+    assert len(caught) == 1
+    daemon.start()
+
+
+def test_the_background_thread_finds_a_restarted_daemon_by_itself(session, daemon, directory):
+    owner = session.owner = Owner()
+    daemon.stop()
+    wait_until(lambda: not session.is_alive)
+    daemon.epoch = 77
+    daemon.start()
+    wait_until(lambda: session.is_alive and session.epoch == 77)
+    assert owner.reattached == 1
+
+
+def test_heartbeats_flow_from_registration_on(session, daemon):
+    """A worker that is idle before its first use must not be reaped."""
+    wait_until(lambda: daemon.count(Ping) >= 2)
+
+
+def test_leases_are_renewed_though_traffic_is_recent(session, daemon):
+    owner = session.owner = Owner()
+    owner.due = [5, 6]
+    daemon.on[Ping] = lambda r: Pong(r.request_id, daemon.epoch, 1, [6] if r.renew_leases else [])
+    wait_until(lambda: owner.lost)
+    assert daemon.count(Ping) >= 1
+    assert 6 in owner.lost
+
+
+def test_hello_waits_while_the_pool_is_not_ready(directory, daemon):
+    answers = [NotReady("populating", progress=0.5)]
+
+    def hello(request):
+        return answers.pop() if answers else daemon._default(request)
+
+    daemon.on[Hello] = hello
+    session = Session(daemon.endpoint, Identity(client_name="t"))
+    session.open(timeout_s=10)
+    assert daemon.count(Hello) == 2
+    session.close()
+
+
+def test_a_refused_hello_is_raised_and_leaves_nothing_open(daemon):
+    daemon.on[Hello] = lambda _: ProtocolMismatch("1 to 1 and 7 to 9 do not meet")
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ProtocolMismatch):
+        Session(daemon.endpoint, Identity(client_name="t")).open(timeout_s=5)
+    assert threading.active_count() == threads
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors + 1)
+
+
+def test_hello_tells_who_the_worker_is(daemon):
+    with worker_client.connect(
+        daemon.directory, client_name="engine 1", group="tp", rank=3, world_size=4, device_uuid="u"
+    ):
+        hello = daemon.last(Hello)
+    assert (hello.client_name, hello.group, hello.rank, hello.world_size, hello.device_uuid) == (
+        "engine 1", "tp", 3, 4, "u",
+    )  # fmt: skip
+
+
+def test_close_is_idempotent_and_later_use_raises(session, daemon):
+    session.close()
+    session.close()
+    with pytest.raises(ClosedError):
+        ping(session)
+    assert session.state is SessionState.CLOSED
+
+
+def test_close_leaves_no_thread_and_no_descriptor(daemon):
+    session = Session(daemon.endpoint, Identity(client_name="warm"))
+    session.open(timeout_s=10)
+    session.close()
+    wait_until(lambda: not any(t.name == "hisparse-heartbeat" for t in threading.enumerate()))
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        session = Session(daemon.endpoint, Identity(client_name="t"))
+        session.open(timeout_s=10)
+        ping(session)
+        session.close()
+    # The router's side of a connection closes a moment later, in its own thread.
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+
+
+def test_close_does_not_wait_for_a_request_that_waits_for_a_silent_daemon(session, daemon):
+    daemon.on[Status] = no_answer
+    caught = []
+
+    def ask():
+        try:
+            session.request(Status, StatusReply, timeout_s=3600)
+        except ClosedError as error:
+            caught.append(error)
+
+    asker = threading.Thread(target=ask)
+    asker.start()
+    wait_until(lambda: daemon.count(Status))
+    session.close()
+    asker.join(20)
+    assert len(caught) == 1
+
+
+def test_a_forked_child_may_not_use_the_session_and_does_not_disturb_it(session):
+    """It would share the parent's socket: replies would go to whoever reads first."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            try:
+                ping(session)
+            except ClosedError:
+                session.close()
+                status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    ping(session)
+
+
+def test_two_threads_share_a_session(session):
+    failures = []
+
+    def work():
+        try:
+            for _ in range(200):
+                ping(session)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert failures == []
+
+
+def test_a_request_too_long_is_refused_before_it_is_sent(session, daemon):
+    with pytest.raises(MessageTooLarge):
+        session.request(
+            lambda request_id: Lookup(request_id, 1, 0, bytes(8), bytes(5 * 2**20)), StatusReply
+        )
+    assert daemon.count(Lookup) == 0
+    ping(session)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "words"),
+    [("tcp://127.0.0.1:1", "tcp"), ("ipc://" + "/x" * 60, "107"), ("embedded://?pool=1", "pool")],
+)
+def test_an_endpoint_that_cannot_work_is_a_config_error(endpoint, words):
+    with pytest.raises(ConfigError, match=words):
+        worker_client.connect(endpoint, client_name="t", timeout_s=1)
