@@ -116,8 +116,6 @@ class Directory:
         session_quota: Limits of each session.
         namespace_quota: Limits of each namespace.
         event_sink: Called after each publication and eviction.
-        after_store: Called with the store's name after every single store into a block table. For
-            crash points in tests.
     """
 
     def __init__(
@@ -130,13 +128,11 @@ class Directory:
         session_quota: Quota | None = None,
         namespace_quota: Quota | None = None,
         event_sink: EventSink | None = None,
-        after_store: Callable[[str], None] | None = None,
     ) -> None:
         self._epoch = epoch
         self._hash_seed = hash_seed
         self._writer_ttl_s = writer_ttl_s
         self._event_sink = event_sink
-        self._after_store = after_store
         self._quotas = Quotas(
             session_quota or Quota(max_leases=MAX_LEASES_PER_SESSION), namespace_quota or Quota()
         )
@@ -216,12 +212,7 @@ class Directory:
             raise UsageError(f"namespace {namespace} has a backing already")
         if len(table) > MAX_BLOCKS_PER_BACKING:
             raise UsageError(f"{len(table)} blocks, the limit is {MAX_BLOCKS_PER_BACKING}")
-        blocks = BlockDirectory(
-            table,
-            namespace=namespace,
-            hash_seed=self._hash_seed,
-            after_store=self._after_store,
-        )
+        blocks = BlockDirectory(table, namespace=namespace, hash_seed=self._hash_seed)
         if mode is BackingMode.ADOPT:
             report = blocks.adopt()
         else:

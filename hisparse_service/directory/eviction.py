@@ -91,7 +91,7 @@ class LeastRecentlyUsed:
         """
         columns = self._columns
         state, readers, children = columns.state_view, columns.readers_view, columns.children_view
-        last_use, depth, parents = columns.last_use_view, columns.depth_view, columns.parent_view
+        last_use = columns.last_use_view
         heap = self._heap
         victims: list[int] = []
         taken: set[int] = set()
@@ -106,35 +106,51 @@ class LeastRecentlyUsed:
                 head = self._queue_head()
             else:
                 break
-            while True:
-                if (
-                    state[block] != BlockState.PUBLISHED
-                    or readers[block]
-                    or last_use[block] != tick
-                    or block in taken
-                    or children_left.get(block, children[block])
-                ):
-                    break
-                victims.append(block)
-                taken.add(block)
-                parent = parents[block]
-                if not parent:
-                    break
-                left = children_left.get(parent, children[parent]) - 1
-                children_left[parent] = left
-                if left or readers[parent]:
-                    break
-                key = (last_use[parent], -depth[parent], parent)
-                # Most often the parent is next anyway: a prefix goes from its end to its start.
-                if (
-                    len(victims) == num_blocks
-                    or (heap and heap[0] < key)
-                    or (head is not None and head < key)
-                ):
-                    heapq.heappush(heap, key)
-                    break
-                tick, block = key[0], parent
+            if (
+                state[block] == BlockState.PUBLISHED
+                and not readers[block]
+                and last_use[block] == tick
+                and block not in taken
+                and not children_left.get(block, children[block])
+            ):
+                limit = min(heap[0], head) if heap and head else (heap[0] if heap else head)
+                chain = self._climb(block, num_blocks - len(victims), limit, children_left)
+                victims += chain
+                taken.update(chain)
         return np.array(victims, np.intp)
+
+    def _climb(
+        self,
+        block: int,
+        max_blocks: int,
+        limit: _HeapKey | None,
+        children_left: dict[int, int],
+    ) -> list[int]:
+        """A victim and those ancestors that go right after it, before `limit`.
+
+        A prefix goes from its end to its start, most often in one piece: 0.4 us a block instead of
+        1.3 us through the heap.
+        """
+        columns = self._columns
+        readers, children = columns.readers_view, columns.children_view
+        parents, last_use, depth = columns.parent_view, columns.last_use_view, columns.depth_view
+        chain = [block]
+        while parent := parents[block]:
+            left = children[parent]
+            if left != 1 or parent in children_left:
+                left = children_left.get(parent, left)
+            left -= 1
+            if left or readers[parent]:
+                children_left[parent] = left
+                break
+            key = (last_use[parent], -depth[parent], parent)
+            if len(chain) == max_blocks or (limit is not None and limit < key):
+                children_left[parent] = 0
+                heapq.heappush(self._heap, key)
+                break
+            chain.append(parent)
+            block = parent
+        return chain
 
     def put_back(self, blocks: Blocks) -> None:
         """Undo a `choose` whose victims stay."""

@@ -11,12 +11,12 @@ Only `blocks.py` calls it, on the control loop.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from hisparse_service.contract.crashpoints import crash_point, declare
 from hisparse_service.contract.errors import UsageError
 from hisparse_service.contract.segment import (
     RECORD_BYTES,
@@ -32,6 +32,16 @@ _BODY: Final = struct.Struct("<QQQQ")
 _LINKS: Final = struct.Struct("<IIIIHB")
 """generation, parent, parent_generation, depth, namespace, flags"""
 _U64: Final = struct.Struct("<Q")
+
+_AFTER_STATE: Final = {
+    state: declare(f"record.after_state_{state.name.lower()}") for state in BlockState
+}
+_AFTER_GENERATION: Final = declare("record.after_generation")
+_AFTER_LAST_USE: Final = declare("record.after_last_use")
+_AFTER_BODY: Final = declare("record.after_body")
+_AFTER_LINKS: Final = declare("record.after_links")
+_AFTER_FIELD: Final = declare("record.after_field_of_many")
+_AFTER_CHECK: Final = declare("record.after_check")
 
 
 def _offset(name: str) -> int:
@@ -53,19 +63,12 @@ class RecordTable:
     Args:
         table: `RECORD_DTYPE` [num_blocks], contiguous, writable. Borrowed until `detach`.
         namespace: Stands in each published record.
-        after_store: Called with the store's name after each; crash points in tests.
 
     Raises:
         UsageError: Not such an array.
     """
 
-    def __init__(
-        self,
-        table: npt.NDArray[Any],
-        *,
-        namespace: int,
-        after_store: Callable[[str], None] | None = None,
-    ) -> None:
+    def __init__(self, table: npt.NDArray[Any], *, namespace: int) -> None:
         flags = table.flags
         if (
             table.dtype != RECORD_DTYPE
@@ -79,7 +82,6 @@ class RecordTable:
             )
         self.num_blocks = len(table)
         self._namespace = namespace
-        self._after_store = after_store
         self._table: npt.NDArray[Any] | None = table
         self._bytes = table.view(np.uint8).data
         self._columns: dict[str, npt.NDArray[Any]] = {
@@ -98,31 +100,27 @@ class RecordTable:
         self._columns.clear()
         self._table = None
 
-    def _stored(self, name: str) -> None:
-        if self._after_store is not None:
-            self._after_store(name)
-
     def store_state_one(self, block: int, state: BlockState) -> None:
         """State of one block."""
         self._bytes[block * RECORD_BYTES + _STATE_OFFSET] = state
-        self._stored("state")
+        crash_point(_AFTER_STATE[state])
 
     def store_state(self, blocks: Blocks, state: BlockState) -> None:
         """State of blocks."""
         self._columns["state"][blocks] = state
-        self._stored("state")
+        crash_point(_AFTER_STATE[state])
 
     def store_generation(self, blocks: Blocks, generations: npt.NDArray[np.uint32]) -> None:
         """Generations of blocks, u32 [n]."""
         self._columns["generation"][blocks] = generations
-        self._stored("generation")
+        crash_point(_AFTER_GENERATION)
 
     def store_last_use(
         self, blocks: Blocks, last_use: int | np.uint64 | npt.NDArray[np.uint64]
     ) -> None:
         """Use counters. Outside the check: legal at any time, torn or not."""
         self._columns["last_use"][blocks] = last_use
-        self._stored("last_use")
+        crash_point(_AFTER_LAST_USE)
 
     def store_fields_one(
         self,
@@ -140,19 +138,19 @@ class RecordTable:
         """Everything of one block but its state, which must say that it holds nothing."""
         at = block * RECORD_BYTES
         _BODY.pack_into(self._bytes, at, key_low, key_high, last_use, checksum)
-        self._stored("body")
+        crash_point(_AFTER_BODY)
         _LINKS.pack_into(
             self._bytes, at + _LINKS_OFFSET,
             generation, parent, parent_generation, depth, self._namespace, 0,
         )  # fmt: skip
-        self._stored("links")
+        crash_point(_AFTER_LINKS)
         check = record_check(
             block=block, key_low=key_low, key_high=key_high, checksum=checksum,
             generation=generation, parent=parent, parent_generation=parent_generation,
             depth=depth, namespace=self._namespace, flags=0,
         )  # fmt: skip
         _U64.pack_into(self._bytes, at + _CHECK_OFFSET, check)
-        self._stored("check")
+        crash_point(_AFTER_CHECK)
 
     def store_fields(
         self,
@@ -181,6 +179,6 @@ class RecordTable:
         }
         for name, value in values.items():
             self._columns[name][blocks] = value
-            self._stored(name)
+            crash_point(_AFTER_FIELD)
         self._columns["check"][blocks] = record_checks(self.table, blocks)
-        self._stored("check")
+        crash_point(_AFTER_CHECK)
