@@ -160,7 +160,8 @@ def allocate_kv_cache(
         whose spec has no layer views (resident and hot caches). Empty without tensors.
 
     Raises:
-        CacheContractError: Tensors of several sizes, or a layer that is in no group.
+        CacheContractError: Tensors of several sizes, a layer that is in no group, or a kernel
+            block size that does not divide the block size.
         CacheSpecError: A view that does not fit; see `create_kv_cache_views`.
     """
     tensors = kv_cache_config.kv_cache_tensors
@@ -225,7 +226,8 @@ def allocate_hisparse_kv_caches(
     Raises:
         CacheSpecError: (a `ValueError`) Host tensors of several sizes or none; not exactly one
             host group; views that do not fit; a pool whose own geometry is another one.
-        CacheContractError: Device tensors of several sizes, or a layer that is in no group.
+        CacheContractError: (an `AssertionError`) Device tensors of several sizes, a layer that is
+            in no group, or a kernel block size that does not divide the block size.
     """
     tensors = kv_cache_config.kv_cache_tensors
     device_config = with_tensors(

@@ -36,6 +36,7 @@ from worker_client.specs import (
     EXTRA_HOST_BLOCKS,
     HISPARSE_HOT_SUFFIX,
     HISPARSE_RESIDENT_SUFFIX,
+    CacheContractError,
     CacheSpecError,
     HiSparseConfig,
     HiSparseHotSpec,
@@ -572,13 +573,13 @@ def create_kv_cache_views(
         where it has none): heads is 1 for MLA, content the row width in elements.
 
     Raises:
-        CacheSpecError: A kernel block size that does not divide, blocks that cannot be cut
-            because their rows are not adjacent, offsets or strides that are not whole elements,
-            or a view that passes the end of `raw`.
+        CacheContractError: A kernel block size that does not divide the spec's.
+        CacheSpecError: Blocks that cannot be cut because their rows are not evenly spaced,
+            offsets or strides that are not whole elements, or a view that passes the end of `raw`.
     """
     kernel = spec.block_size if kernel_block_size is None else kernel_block_size
     if kernel < 1 or spec.block_size % kernel:
-        raise CacheSpecError(
+        raise CacheContractError(
             f"kernel block size {kernel} must divide the cache block size {spec.block_size}",
             value=kernel,
             limit=spec.block_size,

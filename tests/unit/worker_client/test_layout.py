@@ -18,6 +18,7 @@ from worker_client import layout
 from worker_client.specs import (
     HISPARSE_HOT_SUFFIX,
     HISPARSE_RESIDENT_SUFFIX,
+    CacheContractError,
     CacheSpecError,
     IndexerSpec,
     KVCacheLayout,
@@ -522,7 +523,7 @@ def test_blocks_of_a_shared_device_block_cannot_be_cut():
 def test_a_kernel_block_size_must_divide_the_block_size(kernel_block_size):
     spec = MLAAttentionSpec(block_size=16, head_size=32, dtype=torch.uint8)
     tensor = one_tensor(spec, 1, 2)
-    with pytest.raises(CacheSpecError, match="must divide"):
+    with pytest.raises(CacheContractError, match="must divide"):
         layout.create_kv_cache_views(
             bytes_of(tensor.size), spec, 2, KVCacheLayout.LBNHC, tensor, kernel_block_size
         )
