@@ -74,6 +74,8 @@ def open_pool(
             return opening.attempt()
         except NameTaken:
             continue
+        except (OSError, posix_ipc.Error) as error:
+            raise opening.translate(error) from error
     raise RuntimeDirectoryError(
         f"the name {names.segment_name(settings.instance, settings.pool_name)} was taken by "
         f"another process {MAX_START_ATTEMPTS} times while the pool was made",
@@ -180,11 +182,8 @@ class _Opening:
     def _adopt(self, found: survey.Survey) -> Opened:
         assert found.segment is not None
         assert found.header is not None
-        try:
-            found.segment.map()
-            self._lock_pages(found.segment)
-        except OSError as error:
-            raise self._translate(error) from error
+        found.segment.map()
+        self._lock_pages(found.segment)
         return Opened(
             segment=found.segment, header=found.header, adopted=True, records=found.records,
             notices=tuple(self._notices),
@@ -203,15 +202,12 @@ class _Opening:
             created_unix_ns=time.time_ns(), creator_pid=os.getpid(),
         )  # fmt: skip
         reports: list[PopulateReport] = []
-        try:
-            segment = create(
-                names.segment_name(settings.instance, pool_name),
-                size_bytes=self._size_bytes,
-                fill=lambda building: reports.append(self._fill(building)),
-                header=pack_header(header),
-            )
-        except (OSError, posix_ipc.Error) as error:
-            raise self._translate(error) from error
+        segment = create(
+            names.segment_name(settings.instance, pool_name),
+            size_bytes=self._size_bytes,
+            fill=lambda building: reports.append(self._fill(building)),
+            header=pack_header(header),
+        )
         return Opened(
             segment=segment, header=header, adopted=False, populated=reports[0],
             notices=tuple(self._notices),
@@ -252,8 +248,8 @@ class _Opening:
     def _notice(self, text: str) -> None:
         self._notices[text] = None
 
-    def _translate(self, error: OSError | posix_ipc.Error) -> HiSparseError:
-        """The error tree's word for a failed call; the cause is kept by the caller."""
+    def translate(self, error: OSError | posix_ipc.Error) -> HiSparseError:
+        """The error tree's word for a failed call; the caller keeps the cause."""
         if isinstance(error, OSError) and error.errno in _SHORTAGE:
             return self._too_large(error)
         return ConfigError(

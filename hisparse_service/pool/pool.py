@@ -26,7 +26,12 @@ from typing import Any, Final
 import numpy.typing as npt
 
 from hisparse_service.contract.crashpoints import crash_point, declare
-from hisparse_service.contract.errors import CapacityError, ClosedError, UsageError
+from hisparse_service.contract.errors import (
+    CapacityError,
+    ClosedError,
+    CorruptSegmentError,
+    UsageError,
+)
 from hisparse_service.contract.limits import MAX_BACKINGS
 from hisparse_service.contract.segment import (
     BACKING_IN_USE_OFFSET,
@@ -235,9 +240,7 @@ class Pool:
                 table_offset_bytes=table_offset, payload_offset_bytes=payload_offset,
                 payload_bytes=payload_bytes,
             )  # fmt: skip
-            packed = pack_backing(record)
-            if unpack_backing(packed, segment_bytes=self.size_bytes) != record:
-                raise UsageError(f"the backing {name!r} does not survive its record")
+            packed = _pack_checked(record, self.size_bytes)
             table = self._table(record)
         except BaseException:
             self._free(table_offset, num_blocks, payload_offset, payload_bytes)
@@ -397,3 +400,22 @@ class Pool:
     ) -> None:
         self._arena.free(table_offset, table_bytes(num_blocks))
         self._arena.free(payload_offset, payload_bytes)
+
+
+def _pack_checked(record: BackingRecord, segment_bytes: int) -> bytes:
+    """The record's bytes, after the check that the next daemon will make.
+
+    Raises:
+        UsageError: A field that would not be accepted then.
+    """
+    packed = pack_backing(record)
+    try:
+        same = unpack_backing(packed, segment_bytes=segment_bytes) == record
+    except CorruptSegmentError as error:
+        raise UsageError(
+            f"a backing of namespace {record.namespace} with {record.num_blocks} blocks and a "
+            f"fingerprint of {len(record.fingerprint)} bytes would not be adopted",
+        ) from error
+    if not same:
+        raise UsageError(f"the backing {record.name!r} does not survive its record")
+    return packed

@@ -146,6 +146,8 @@ def populate(
     finally:
         run.stop()
     run.check_done()
+    if cancel is not None and cancel.is_set():
+        raise Cancelled("population was cancelled", done_bytes=run.done_bytes)
     if progress is not None:
         progress(run.progress(started))
     return PopulateReport(

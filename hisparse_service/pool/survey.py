@@ -75,12 +75,16 @@ class Survey:
 
 
 def look(name: str) -> Survey | None:
-    """Survey one name; None where nothing is there."""
+    """Survey one name; None where nothing is there.
+
+    Raises:
+        OSError: It cannot be looked at now (no descriptors left, say).
+    """
     try:
         segment = open_existing(name)
     except FileNotFoundError:
         return None
-    except OSError as error:
+    except PermissionError as error:
         return Survey(name=name, header_found=HeaderFound.FOREIGN, reason=str(error))
     try:
         return _look_inside(name, segment)

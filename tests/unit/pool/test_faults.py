@@ -30,7 +30,7 @@ def test_an_unarmed_point_does_nothing() -> None:
 def test_a_call_fails_the_nth_time_only_and_with_its_errno() -> None:
     with FaultPlan().fail_nth(CALL, error=errno.ENOSPC, nth=2) as plan:
         call_point(CALL)
-        with pytest.raises(OSError, match="made to fail at tests.call") as error:
+        with pytest.raises(OSError, match=r"made to fail at tests\.call") as error:
             call_point(CALL)
         call_point(CALL)
     assert error.value.errno == errno.ENOSPC

@@ -177,7 +177,7 @@ def test_tmpfs_is_the_first_limit_of_the_four(tree: Tree) -> None:
 
 
 def memlock(tree: Tree, soft: int) -> memory_limits.LimitReading | None:
-    return read_memlock(tree.proc, getrlimit=lambda which: (soft, soft))
+    return read_memlock(tree.proc, getrlimit=lambda _which: (soft, soft))
 
 
 def test_memlock_counts_what_is_locked_already(tree: Tree) -> None:
@@ -199,7 +199,7 @@ def test_memlock_refuses_only_where_pages_will_be_locked(
     tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reading = memlock(tree, 8 * MIB)
-    monkeypatch.setattr(memory_limits, "read_memlock", lambda proc_dir: reading)
+    monkeypatch.setattr(memory_limits, "read_memlock", lambda _proc_dir: reading)
     check_limits(16 * MIB, sources=tree.sources)
     with pytest.raises(PoolTooLarge) as error:
         check_limits(16 * MIB, memory_lock=MemoryLock.LOCK, sources=tree.sources)
