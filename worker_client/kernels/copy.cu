@@ -1,0 +1,326 @@
+// Copies between host memory and the device in 16-byte lanes: gather, stage, mirror, restore.
+//
+// The link is the limit, and two things keep it busy: many rows in flight (each warp loads
+// HS_COPY_UNROLL x 512 bytes before it stores any), and host addresses that a multiprocessor can
+// translate without a miss. The span of addresses that one multiprocessor touches decides, not the
+// page size (h200.md), so a wide list is split by address: 2^map_shift bytes of host memory always
+// belong to the same thread block, whatever the order of the batch.
+//
+// Compiled with HS_COPY_UNROLL, HS_THREADS and HS_BLOCKS_PER_SM.
+#include "common.cuh"
+
+constexpr i32 kThreads = HS_THREADS;
+constexpr i32 kWarps = kThreads / 32;
+constexpr i32 kUnroll = HS_COPY_UNROLL;
+constexpr i32 kListCapacity = 8192;
+constexpr i32 kScanUnroll = 4;
+static_assert(kThreads == 1024 || kThreads == 512 || kThreads == 256, "block scan");
+
+struct RowArgs {
+    u64 host[HS_MAX_LAYERS];
+    u64 device[HS_MAX_LAYERS];
+    const i64* host_rows;    // [num_lists, list_stride]
+    const i64* device_rows;  // the same shape; null: entry i is row i
+    const i32* counts;       // [num_lists]; null: one list of `fixed_count`
+    i64 list_stride;
+    i64 fixed_count;
+    i64 host_block_bytes;
+    i64 host_row_bytes;      // from one row to the next
+    i64 device_block_bytes;
+    i64 device_block_rows;   // 0: device rows are contiguous, whatever their block
+    i32 num_lists;
+    i32 num_layers;
+    i32 row_lanes;           // 16-byte lanes of one layer's row
+    i32 block_size;
+    i32 block_shift;
+    i32 map_shift;           // log2 of the bytes that stay with one block
+    i32 map_min_rows;        // lists with fewer rows in all are not split by address
+    i32 reserved;
+};
+
+struct BlockArgs {
+    u64 host[HS_MAX_LAYERS];
+    u64 device[HS_MAX_LAYERS];
+    const i32* host_blocks;
+    const i32* device_blocks;
+    i64 num_pairs;
+    i64 host_block_bytes;
+    i64 host_row_bytes;
+    i64 device_block_bytes;
+    i32 num_layers;
+    i32 row_lanes;
+    i32 block_size;
+    i32 adjacent_layers;     // layers whose rows lie side by side in host memory: all, or 1
+};
+
+static_assert(sizeof(RowArgs) == HS_SIZEOF_ROWS, "mirrored in cuda.py");
+static_assert(sizeof(BlockArgs) == HS_SIZEOF_BLOCKS, "mirrored in cuda.py");
+
+enum Direction { kToDevice, kToHost };
+
+// Host memory is read once: nothing is kept in L1.
+__device__ __forceinline__ uint4 load_lane(u64 address) {
+    uint4 v;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void store_lane(u64 address, uint4 v) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
+                 :: "l"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+__device__ __forceinline__ i64 host_offset(const RowArgs& a, i64 row) {
+    const i64 block = block_of(row, a.block_size, a.block_shift);
+    return block * a.host_block_bytes + (row - block * a.block_size) * a.host_row_bytes;
+}
+
+__device__ __forceinline__ i64 device_offset(const RowArgs& a, i64 row) {
+    const i64 row_bytes = (i64)a.row_lanes * 16;
+    if (a.device_block_rows == 0) return row * row_bytes;
+    const i64 block = row / a.device_block_rows;
+    return block * a.device_block_bytes + (row - block * a.device_block_rows) * row_bytes;
+}
+
+// Copies the rows of lanes 0 .. count - 1 of the warp, all layers, as one run of 16-byte lanes.
+template <Direction D>
+__device__ __forceinline__ void copy_rows(
+    const RowArgs& a, i64 host, i64 device, i32 count
+) {
+    const i32 thread = threadIdx.x % 32;
+    const i32 lanes_a_row = a.num_layers * a.row_lanes;
+    const i32 total = count * lanes_a_row;
+    for (i32 base = 0; base < total; base += 32 * kUnroll) {
+        uint4 data[kUnroll];
+        u64 to[kUnroll];
+#pragma unroll
+        for (i32 u = 0; u < kUnroll; ++u) {
+            const i32 q = base + u * 32 + thread;
+            const i32 row = min(q / lanes_a_row, count - 1);
+            const i32 in_row = q - row * lanes_a_row;
+            const i64 from_host = __shfl_sync(kFullWarp, host, row);
+            const i64 on_device = __shfl_sync(kFullWarp, device, row);
+            to[u] = 0;
+            if (q < total && from_host >= 0 && on_device >= 0) {
+                const i32 layer = in_row / a.row_lanes;
+                const i64 in_layer = (i64)(in_row - layer * a.row_lanes) * 16;
+                const u64 at_host = a.host[layer] + from_host + in_layer;
+                const u64 at_device = a.device[layer] + on_device + in_layer;
+                data[u] = load_lane(D == kToDevice ? at_host : at_device);
+                to[u] = D == kToDevice ? at_device : at_host;
+            }
+        }
+#pragma unroll
+        for (i32 u = 0; u < kUnroll; ++u) {
+            if (to[u] != 0) store_lane(to[u], data[u]);
+        }
+    }
+}
+
+// Offsets of one entry; negative for padding.
+__device__ __forceinline__ void entry_offsets(
+    const RowArgs& a, i64 entry, i64& host, i64& device
+) {
+    const i64 host_row = a.host_rows[entry];
+    const i64 device_row = a.device_rows ? a.device_rows[entry] : entry;
+    host = host_row < 0 ? -1 : host_offset(a, host_row);
+    device = device_row < 0 ? -1 : device_offset(a, device_row);
+}
+
+struct Lists {
+    u32 starts[1025];         // entries of lists before, in this group of lists
+    u32 warp_sums[32];
+    u32 entries[kListCapacity];
+    u32 length;
+};
+
+__device__ __forceinline__ i32 batch_rows(const RowArgs& a, i64 rows, i64 warps) {
+    const i32 most = min(32, max(1, 32 * kUnroll / (a.num_layers * a.row_lanes)));
+    return (i32)min((i64)most, max((i64)1, (rows + warps - 1) / warps));
+}
+
+// Counts of up to kThreads lists, summed: starts[i + 1] - starts[i] is list i's.
+__device__ __forceinline__ u32 sum_counts(const RowArgs& a, Lists& s, i32 first, i32 lists) {
+    const i32 warp = threadIdx.x / 32, thread = threadIdx.x % 32;
+    u32 count = 0;
+    if ((i32)threadIdx.x < lists) {
+        count = a.counts ? a.counts[first + threadIdx.x] : (u32)a.fixed_count;
+        count = min(count, (u32)a.list_stride);
+    }
+    u32 total;
+    const u32 before = warp_exclusive_scan(count, total);
+    if (thread == 0) s.warp_sums[warp] = total;
+    __syncthreads();
+    const u32 of_warp = thread < kWarps ? s.warp_sums[thread] : 0;
+    const u32 base = __shfl_sync(kFullWarp, warp_exclusive_scan(of_warp, total), warp);
+    s.starts[threadIdx.x] = base + before;
+    if (threadIdx.x == 0) {
+        s.starts[lists] = total;
+        s.length = 0;
+    }
+    __syncthreads();
+    return total;
+}
+
+// Entries in list order, spread over all warps of the grid.
+template <Direction D>
+__device__ __forceinline__ void copy_in_order(
+    const RowArgs& a, const Lists& s, i32 first, i32 lists, u32 total
+) {
+    const i32 thread = threadIdx.x % 32;
+    const u32 warps = gridDim.x * kWarps;
+    const u32 rows = batch_rows(a, total, warps);
+    for (u32 base = (threadIdx.x / 32 * gridDim.x + blockIdx.x) * rows; base < total;
+         base += warps * rows) {
+        const u32 index = base + thread;
+        const u32 count = min(rows, total - base);
+        i64 host = -1, device = -1;
+        if (thread < (i32)count) {
+            i32 low = 0, high = lists;  // the last list that starts at or before index
+            while (high - low > 1) {
+                const i32 middle = (low + high) / 2;
+                if (s.starts[middle] <= index) low = middle; else high = middle;
+            }
+            const i64 entry = (i64)(first + low) * a.list_stride + (index - s.starts[low]);
+            entry_offsets(a, entry, host, device);
+        }
+        copy_rows<D>(a, host, device, count);
+    }
+}
+
+// Puts the entries whose host address belongs to this thread block on its list.
+template <Direction D>
+__device__ __forceinline__ void scan_entries(const RowArgs& a, Lists& s, i32 first, i32 lists) {
+    const i32 thread = threadIdx.x % 32;
+    constexpr u32 kSegment = 32 * kScanUnroll;
+    const u32 segments = (u32)((a.list_stride + kSegment - 1) / kSegment);
+    for (u64 item = threadIdx.x / 32; item < (u64)segments * lists; item += kWarps) {
+        const i32 list = (i32)(item / segments);
+        const u32 begin = (u32)(item % segments) * kSegment;
+        const u32 count = s.starts[list + 1] - s.starts[list];
+        if (begin >= count) continue;
+        const u64 list_base = (u64)list * a.list_stride;
+        i64 row[kScanUnroll];
+#pragma unroll
+        for (i32 u = 0; u < kScanUnroll; ++u) {
+            const u32 index = begin + u * 32 + thread;
+            row[u] = index < count ? a.host_rows[(i64)first * a.list_stride + list_base + index] : -1;
+        }
+#pragma unroll
+        for (i32 u = 0; u < kScanUnroll; ++u) {
+            const u32 entry = (u32)list_base + begin + u * 32 + thread;
+            const bool mine = row[u] >= 0 && (u32)(host_offset(a, row[u]) >> a.map_shift) %
+                                                     gridDim.x == blockIdx.x;
+            const u32 mask = __ballot_sync(kFullWarp, mine);
+            if (mask == 0) continue;
+            u32 at = 0;
+            if (thread == 0) at = atomicAdd(&s.length, __popc(mask));
+            at = __shfl_sync(kFullWarp, at, 0) + __popc(mask & lanes_below());
+            if (mine && at < kListCapacity) s.entries[at] = entry;
+            // The list is full (nearly all rows within one range): copy the rest at once.
+            u32 rest = __ballot_sync(kFullWarp, mine && at >= kListCapacity);
+            for (; rest; rest &= rest - 1) {
+                const u32 over = __shfl_sync(kFullWarp, entry, __ffs(rest) - 1);
+                i64 host, device;
+                entry_offsets(a, (i64)first * a.list_stride + over, host, device);
+                copy_rows<D>(a, host, device, 1);
+            }
+        }
+    }
+}
+
+template <Direction D>
+__device__ __forceinline__ void copy_by_address(const RowArgs& a, Lists& s, i32 first, i32 lists) {
+    scan_entries<D>(a, s, first, lists);
+    __syncthreads();
+    const i32 thread = threadIdx.x % 32;
+    const u32 length = min(s.length, (u32)kListCapacity);
+    const u32 rows = batch_rows(a, length, kWarps);
+    for (u32 base = threadIdx.x / 32 * rows; base < length; base += kWarps * rows) {
+        const u32 count = min(rows, length - base);
+        i64 host = -1, device = -1;
+        if (thread < (i32)count) {
+            entry_offsets(a, (i64)first * a.list_stride + s.entries[base + thread], host, device);
+        }
+        copy_rows<D>(a, host, device, count);
+    }
+}
+
+template <Direction D>
+__device__ __forceinline__ void copy_lists(const RowArgs& a) {
+    __shared__ Lists s;
+    for (i32 first = 0; first < a.num_lists; first += kThreads) {
+        const i32 lists = min(kThreads, a.num_lists - first);
+        const u32 total = sum_counts(a, s, first, lists);
+        if (total >= (u32)a.map_min_rows) {
+            copy_by_address<D>(a, s, first, lists);
+        } else {
+            copy_in_order<D>(a, s, first, lists, total);
+        }
+        __syncthreads();
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(HS_THREADS, HS_BLOCKS_PER_SM)
+hs_rows_to_device(const __grid_constant__ RowArgs a) {
+    copy_lists<kToDevice>(a);
+}
+
+extern "C" __global__ void __launch_bounds__(HS_THREADS, HS_BLOCKS_PER_SM)
+hs_rows_to_host(const __grid_constant__ RowArgs a) {
+    copy_lists<kToHost>(a);
+}
+
+// Whole blocks. Lanes go in the order of host addresses: a warp moves 512 contiguous bytes at once.
+template <Direction D>
+__device__ __forceinline__ void copy_blocks(const BlockArgs& a) {
+    const i32 thread = threadIdx.x % 32;
+    const i32 lanes_a_row = a.adjacent_layers * a.row_lanes;
+    const i32 lanes = a.block_size * lanes_a_row;
+    const i32 chunks = (lanes + 32 * kUnroll - 1) / (32 * kUnroll);
+    const i32 parts = a.num_layers / a.adjacent_layers;
+    const i64 row_bytes = (i64)a.row_lanes * 16;
+    const i64 total = a.num_pairs * parts * chunks;
+    for (i64 item = (i64)blockIdx.x * kWarps + threadIdx.x / 32; item < total;
+         item += (i64)gridDim.x * kWarps) {
+        const i64 page = item / chunks;
+        const i64 pair = page / parts;
+        const i32 part = (i32)(page - pair * parts);
+        const i64 host_block = a.host_blocks[pair], device_block = a.device_blocks[pair];
+        if (host_block < 1 || device_block < 1) continue;
+        const i32 base = (i32)(item - page * chunks) * 32 * kUnroll + thread;
+        const u64 host = a.host[part] + host_block * a.host_block_bytes;
+        const i64 device = device_block * a.device_block_bytes;
+        uint4 data[kUnroll];
+        u64 to[kUnroll];
+#pragma unroll
+        for (i32 u = 0; u < kUnroll; ++u) {
+            const i32 q = base + u * 32;
+            const i32 row = q / lanes_a_row, in_row = q - row * lanes_a_row;
+            const i32 inner = in_row / a.row_lanes, lane = in_row - inner * a.row_lanes;
+            to[u] = 0;
+            if (q < lanes) {
+                const u64 at_host = host + row * a.host_row_bytes + (i64)in_row * 16;
+                const u64 at_device =
+                    a.device[part + inner] + device + row * row_bytes + (i64)lane * 16;
+                data[u] = load_lane(D == kToDevice ? at_host : at_device);
+                to[u] = D == kToDevice ? at_device : at_host;
+            }
+        }
+#pragma unroll
+        for (i32 u = 0; u < kUnroll; ++u) {
+            if (to[u] != 0) store_lane(to[u], data[u]);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(HS_THREADS, HS_BLOCKS_PER_SM)
+hs_blocks_to_device(const __grid_constant__ BlockArgs a) {
+    copy_blocks<kToDevice>(a);
+}
+
+extern "C" __global__ void __launch_bounds__(HS_THREADS, HS_BLOCKS_PER_SM)
+hs_blocks_to_host(const __grid_constant__ BlockArgs a) {
+    copy_blocks<kToHost>(a);
+}

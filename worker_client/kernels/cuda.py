@@ -1,0 +1,869 @@
+"""The GPU data plane: the functions of `reference.py` as CUDA kernels, byte for byte.
+
+Every operation is one launch on torch's current stream, allocates nothing and reads nothing back,
+so it can be captured in a CUDA graph. Variants are compiled when a hot state is made (see
+`CudaBackend.prepare`), not in a captured region. What the kernels would trap on is checked by
+`interface.check_*`; a block id past the end makes its lanes invalid instead of a wild access.
+
+Host pages must be registered with CUDA in this process, portable and mapped; they are read and
+written in place. Used by `runtime.py` and `mirror.py` on the worker's compute thread; a backend
+belongs to one device and one thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from hisparse_service.contract import limits
+from hisparse_service.contract.errors import DeviceError, GeometryError, UsageError
+from worker_client.kernels.compile import KernelCompiler, KernelSpec, default_cache_directory
+from worker_client.kernels.interface import (
+    GroupPages,
+    HostLayout,
+    HotState,
+    ResidencyTables,
+    ResolvePlan,
+    StepInputs,
+    allocate_hot_state,
+    check_block_pairs,
+    check_slots,
+    check_step,
+    check_tensor,
+)
+
+MAX_LAYERS_A_LAUNCH: Final = 32
+"""Layers whose addresses fit the arguments of one launch; larger groups take several."""
+
+MAX_CACHED_HOT_BLOCKS: Final = 1_024
+NARROW_KEY_ROWS: Final = 2**32 - 1
+"""Host rows below it have 32-bit keys; all ones marks an empty entry."""
+
+_RESERVED_SHARED_BYTES: Final = 1_024
+_MIN_TABLE_FACTOR: Final = 1.25
+
+__all__ = ["CudaBackend", "CudaTuning"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaTuning:
+    """Sizes of the launches. The defaults are those measured best on an H200.
+
+    Attributes:
+        resolve_threads: Threads of a block; None = 1,024, or 512 (two blocks a multiprocessor)
+            where there are more requests than multiprocessors.
+        table_factor: Hash slots for each wanted row, where shared memory allows.
+        copy_threads: Threads of a copying block.
+        copy_unroll: 16-byte loads in flight for each thread.
+        copy_blocks_per_sm: Copying blocks that must fit a multiprocessor at once.
+        gather_blocks: Thread blocks that gather and stage.
+        gather_map_shift: log2 of the bytes of host memory that always belong to one thread block.
+        gather_map_min_rows: Launches with fewer rows are spread evenly instead.
+        mirror_blocks: Thread blocks that copy whole blocks to the host.
+        restore_blocks: Thread blocks that copy whole blocks to the device.
+    """
+
+    resolve_threads: int | None = None
+    table_factor: float = 4.0
+    copy_threads: int = 512
+    copy_unroll: int = 8
+    copy_blocks_per_sm: int = 1
+    gather_blocks: int = 132
+    gather_map_shift: int = 21
+    gather_map_min_rows: int = 4_096
+    mirror_blocks: int = 66
+    restore_blocks: int = 66
+
+
+class _ResolveArgs(ctypes.Structure):
+    """ResolveArgs of resolve.cu."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "host_rows", "last_use", "clock", "counters", "source", "resident", "hot",
+                "positions", "request_slots", "table_rows", "query_starts", "physical_rows",
+                "valid_counts", "miss_source_rows", "miss_device_rows", "miss_counts", "workspace",
+            )
+        ),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "workspace_stride", "source_stride", "resident_stride", "hot_stride",
+                "positions_stride", "block_stride_rows", "num_source_blocks", "num_device_blocks",
+            )
+        ),
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                "source_pages", "resident_pages", "hot_blocks", "cached_hot_blocks", "block_size",
+                "block_shift", "hot_rows", "max_num_reqs", "num_requests", "num_query_rows",
+                "max_num_requests", "top_k", "max_misses", "max_lanes", "table_slots", "wide_rows",
+            )
+        ),
+    )  # fmt: skip
+
+
+_Addresses = ctypes.c_uint64 * MAX_LAYERS_A_LAUNCH
+
+
+class _RowArgs(ctypes.Structure):
+    """RowArgs of copy.cu."""
+
+    _fields_ = (
+        ("host", _Addresses),
+        ("device", _Addresses),
+        ("host_rows", ctypes.c_void_p),
+        ("device_rows", ctypes.c_void_p),
+        ("counts", ctypes.c_void_p),
+        ("list_stride", ctypes.c_int64),
+        ("fixed_count", ctypes.c_int64),
+        ("host_block_bytes", ctypes.c_int64),
+        ("host_row_bytes", ctypes.c_int64),
+        ("device_block_bytes", ctypes.c_int64),
+        ("device_block_rows", ctypes.c_int64),
+        ("num_lists", ctypes.c_int32),
+        ("num_layers", ctypes.c_int32),
+        ("row_lanes", ctypes.c_int32),
+        ("block_size", ctypes.c_int32),
+        ("block_shift", ctypes.c_int32),
+        ("map_shift", ctypes.c_int32),
+        ("map_min_rows", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    )
+
+
+class _BlockArgs(ctypes.Structure):
+    """BlockArgs of copy.cu."""
+
+    _fields_ = (
+        ("host", _Addresses),
+        ("device", _Addresses),
+        ("host_blocks", ctypes.c_void_p),
+        ("device_blocks", ctypes.c_void_p),
+        ("num_pairs", ctypes.c_int64),
+        ("host_block_bytes", ctypes.c_int64),
+        ("host_row_bytes", ctypes.c_int64),
+        ("device_block_bytes", ctypes.c_int64),
+        ("num_layers", ctypes.c_int32),
+        ("row_lanes", ctypes.c_int32),
+        ("block_size", ctypes.c_int32),
+        ("adjacent_layers", ctypes.c_int32),
+    )
+
+
+class _InvalidateArgs(ctypes.Structure):
+    """InvalidateArgs of state.cu."""
+
+    _fields_ = (
+        ("host_rows", ctypes.c_void_p),
+        ("last_use", ctypes.c_void_p),
+        ("counters", ctypes.c_void_p),
+        ("host_blocks", ctypes.c_void_p),
+        ("num_slots", ctypes.c_int64),
+        ("num_host_blocks", ctypes.c_int64),
+        ("block_size", ctypes.c_int32),
+        ("block_shift", ctypes.c_int32),
+    )
+
+
+class _ResetArgs(ctypes.Structure):
+    """ResetArgs of state.cu."""
+
+    _fields_ = (
+        ("host_rows", ctypes.c_void_p),
+        ("last_use", ctypes.c_void_p),
+        ("clock", ctypes.c_void_p),
+        ("request_slots", ctypes.c_void_p),
+        ("hot_rows", ctypes.c_int32),
+        ("max_num_reqs", ctypes.c_int32),
+    )
+
+
+def resolve_spec(*, threads: int, wide_keys: bool, global_hash: bool) -> KernelSpec:
+    """A variant of resolve.cu."""
+    return KernelSpec.make(
+        "resolve.cu",
+        {
+            "HS_THREADS": threads,
+            "HS_BLOCKS_PER_SM": 1024 // threads,
+            "HS_WIDE_KEYS": int(wide_keys),
+            "HS_GLOBAL_HASH": int(global_hash),
+            "HS_SIZEOF_ARGS": ctypes.sizeof(_ResolveArgs),
+        },
+    )
+
+
+def copy_spec(tuning: CudaTuning) -> KernelSpec:
+    """The variant of copy.cu for these sizes."""
+    return KernelSpec.make(
+        "copy.cu",
+        {
+            "HS_THREADS": tuning.copy_threads,
+            "HS_COPY_UNROLL": tuning.copy_unroll,
+            "HS_BLOCKS_PER_SM": tuning.copy_blocks_per_sm,
+            "HS_SIZEOF_ROWS": ctypes.sizeof(_RowArgs),
+            "HS_SIZEOF_BLOCKS": ctypes.sizeof(_BlockArgs),
+        },
+    )
+
+
+_STATE_THREADS: Final = 512
+
+
+def state_spec() -> KernelSpec:
+    """The variant of state.cu."""
+    return KernelSpec.make(
+        "state.cu",
+        {
+            "HS_THREADS": _STATE_THREADS,
+            "HS_SIZEOF_INVALIDATE": ctypes.sizeof(_InvalidateArgs),
+            "HS_SIZEOF_RESET": ctypes.sizeof(_ResetArgs),
+        },
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableLayout:
+    """Shared memory of one resolve block (place_tables in resolve.cu).
+
+    Attributes:
+        table_slots: Slots of the hash of wanted rows.
+        shared_bytes: Dynamic shared memory.
+        workspace_bytes: Bytes in the workspace for each request slot; 0 with the hash in shared
+            memory.
+    """
+
+    table_slots: int
+    shared_bytes: int
+    workspace_bytes: int
+
+    @property
+    def in_workspace(self) -> bool:
+        """Whether the hash is in the workspace."""
+        return self.workspace_bytes > 0
+
+
+def plan_tables(
+    *,
+    max_lanes: int,
+    hot_rows: int,
+    cached_hot_blocks: int,
+    key_bytes: int,
+    table_factor: float,
+    budget_bytes: int,
+) -> TableLayout:
+    """Place the hash of wanted rows: in shared memory if 1.25 slots a row fit there.
+
+    Args:
+        max_lanes: Most rows that one transaction may want.
+        hot_rows: Hot slots of a request.
+        cached_hot_blocks: Entries of the hot block table kept in shared memory.
+        key_bytes: 4 or 8.
+        table_factor: Slots wanted for each row.
+        budget_bytes: Dynamic shared memory of a block.
+    """
+    always = _padded(hot_rows) + _padded(4 * cached_hot_blocks)
+    lanes = _padded(4 * max_lanes) + _padded(2 * max_lanes)
+    slot_bytes = key_bytes + 4
+    room = (budget_bytes - always - lanes - 64) // slot_bytes // 4 * 4
+    least = int(max_lanes * _MIN_TABLE_FACTOR) + 4
+    if room >= least:
+        slots = min(room, max(int(max_lanes * table_factor) // 4 * 4, 64))
+        shared = always + lanes + _padded(key_bytes * slots) + _padded(4 * slots)
+        return TableLayout(table_slots=slots, shared_bytes=shared, workspace_bytes=0)
+    slots = max(2 * max_lanes // 4 * 4, 64)
+    return TableLayout(
+        table_slots=slots,
+        shared_bytes=always,
+        workspace_bytes=lanes + _padded(key_bytes * slots) + _padded(4 * slots),
+    )
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // 16) * 16
+
+
+def power_of_two_shift(size: int) -> int:
+    """log2 of a power of two; -1 for any other size."""
+    return size.bit_length() - 1 if size & (size - 1) == 0 else -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """One loaded kernel."""
+
+    function: Any
+    owner: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layers:
+    """Addresses of up to MAX_LAYERS_A_LAUNCH layers, and their strides in bytes."""
+
+    host: tuple[int, ...]
+    device: tuple[int, ...]
+    host_block_bytes: int
+    host_row_bytes: int
+    device_block_bytes: int
+    row_bytes: int
+    block_size: int
+    block_stride_rows: int
+    adjacent: bool
+
+    @property
+    def is_device_flat(self) -> bool:
+        """Whether physical row p lies at p * row_bytes."""
+        return self.block_stride_rows * self.row_bytes == self.device_block_bytes
+
+
+class CudaBackend:
+    """The GPU implementation of `KernelBackend`, for one device."""
+
+    name = "cuda"
+
+    def __init__(
+        self,
+        device: torch.device | str = "cuda",
+        *,
+        tuning: CudaTuning | None = None,
+        compiler: KernelCompiler | None = None,
+    ) -> None:
+        """Make a backend. Compiles nothing yet.
+
+        Args:
+            device: A CUDA device.
+            tuning: Launch sizes.
+            compiler: Where kernels come from; by default NVRTC with the user's cache directory.
+
+        Raises:
+            UsageError: Not a CUDA device.
+            DeviceError: The driver does not answer.
+        """
+        found = torch.device(device)
+        if found.type != "cuda":
+            raise UsageError(f"CudaBackend needs a CUDA device, got {found}")
+        index = torch.cuda.current_device() if found.index is None else found.index
+        self.device = torch.device("cuda", index)
+        self.tuning = tuning or CudaTuning()
+        major, minor = torch.cuda.get_device_capability(self.device)
+        self.arch = f"sm_{major}{minor}"
+        self._num_sms = _device_attribute(index, "MULTIPROCESSOR_COUNT")
+        self._shared_per_block = _device_attribute(index, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+        self._shared_per_sm = _device_attribute(index, "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR")
+        self._compiler = compiler or KernelCompiler(
+            default_cache_directory(), driver_version=_driver_version()
+        )
+        self._entries: dict[tuple[KernelSpec, str], _Entry] = {}
+        self._layers: dict[int, tuple[weakref.ref[GroupPages], list[_Layers]]] = {}
+        self._prepared = False
+
+    # --- preparation -----------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Compile and load the usual variants. Once; not in a captured region."""
+        if self._prepared:
+            return
+        for threads in (1024, 512):
+            self._entry(
+                resolve_spec(threads=threads, wide_keys=False, global_hash=False), "hs_resolve"
+            )
+        for name in ("hs_rows_to_device", "hs_rows_to_host"):
+            self._entry(copy_spec(self.tuning), name)
+        for name in ("hs_blocks_to_device", "hs_blocks_to_host"):
+            self._entry(copy_spec(self.tuning), name)
+        for name in ("hs_invalidate", "hs_reset"):
+            self._entry(state_spec(), name)
+        self._prepared = True
+
+    def make_hot_state(
+        self, *, max_num_reqs: int, hot_rows: int, device: torch.device | str
+    ) -> HotState:
+        """Make an empty hot state; with a workspace where a step may not fit in shared memory."""
+        if torch.device(device).type != "cuda":
+            raise UsageError(f"the hot state of CudaBackend lives on {self.device}, not {device}")
+        self.prepare()
+        worst = plan_tables(
+            max_lanes=hot_rows,
+            hot_rows=hot_rows,
+            cached_hot_blocks=MAX_CACHED_HOT_BLOCKS,
+            key_bytes=8,
+            table_factor=self.tuning.table_factor,
+            budget_bytes=self._shared_budget(blocks_per_sm=1),
+        )
+        workspace = None
+        if worst.in_workspace:
+            workspace = torch.empty(
+                (max_num_reqs, worst.workspace_bytes), dtype=torch.uint8, device=self.device
+            )
+            wide = resolve_spec(threads=1024, wide_keys=False, global_hash=True)
+            self._entry(wide, "hs_resolve")
+        return allocate_hot_state(
+            max_num_reqs=max_num_reqs, hot_rows=hot_rows, device=self.device, workspace=workspace
+        )
+
+    # --- resolve ---------------------------------------------------------------------------------
+
+    def resolve(
+        self,
+        *,
+        state: HotState,
+        tables: ResidencyTables,
+        inputs: StepInputs,
+        plan: ResolvePlan,
+    ) -> None:
+        """Translate one step's top-k and plan its misses: see `KernelBackend.resolve`.
+
+        Raises:
+            GeometryError: Sizes that do not fit each other.
+            UsageError: The state was not made by this backend and needs a workspace.
+        """
+        check_step(state=state, tables=tables, inputs=inputs, plan=plan)
+        wide_keys = tables.num_source_blocks * tables.block_size > NARROW_KEY_ROWS
+        threads = self.tuning.resolve_threads
+        if threads is None:
+            threads = 1024 if inputs.num_requests <= self._num_sms else 512
+        layout, cached = self._plan_step(state, tables, plan, threads, wide_keys=wide_keys)
+        if layout.in_workspace:
+            threads = 1024
+        args = _resolve_args(state, tables, inputs, plan)
+        args.cached_hot_blocks = cached
+        args.table_slots = layout.table_slots
+        spec = resolve_spec(threads=threads, wide_keys=wide_keys, global_hash=layout.in_workspace)
+        self._launch(
+            self._entry(spec, "hs_resolve"),
+            args,
+            blocks=max(inputs.num_requests, 1),
+            threads=threads,
+            shared_bytes=layout.shared_bytes,
+        )
+
+    def _plan_step(
+        self,
+        state: HotState,
+        tables: ResidencyTables,
+        plan: ResolvePlan,
+        threads: int,
+        *,
+        wide_keys: bool,
+    ) -> tuple[TableLayout, int]:
+        needed = -(-state.hot_rows // tables.block_size)
+        cached = needed if needed <= MAX_CACHED_HOT_BLOCKS else 0
+        max_lanes = plan.miss_source_rows.shape[1]
+        for blocks_per_sm in (1024 // threads, 1):
+            layout = plan_tables(
+                max_lanes=max_lanes,
+                hot_rows=state.hot_rows,
+                cached_hot_blocks=cached,
+                key_bytes=8 if wide_keys else 4,
+                table_factor=self.tuning.table_factor,
+                budget_bytes=self._shared_budget(blocks_per_sm=blocks_per_sm),
+            )
+            if not layout.in_workspace:
+                return layout, cached
+        found = 0 if state.workspace is None else state.workspace.shape[1]
+        if found < layout.workspace_bytes:
+            raise UsageError(
+                f"a step of {max_lanes} lanes needs a workspace of {layout.workspace_bytes} bytes "
+                f"a request, the hot state has {found}",
+                remedy="make the hot state with CudaBackend.make_hot_state",
+            )
+        return layout, cached
+
+    def _shared_budget(self, *, blocks_per_sm: int) -> int:
+        static = 2_048  # struct Small of resolve.cu, rounded up
+        whole = min(self._shared_per_block, self._shared_per_sm // blocks_per_sm)
+        return whole - _RESERVED_SHARED_BYTES - static
+
+    # --- rows ------------------------------------------------------------------------------------
+
+    def gather(self, *, pages: GroupPages, plan: ResolvePlan) -> None:
+        """Copy the planned rows, host to hot, for all layers of ``pages``, in one launch."""
+        for layers in self._addresses(pages):
+            args = _row_args(layers, self.tuning)
+            args.device_block_rows = 0 if layers.is_device_flat else layers.block_stride_rows
+            args.host_rows = plan.miss_source_rows.data_ptr()
+            args.device_rows = plan.miss_device_rows.data_ptr()
+            args.counts = plan.miss_counts.data_ptr()
+            args.num_lists, args.list_stride = plan.miss_source_rows.shape
+            self._launch_rows("hs_rows_to_device", args)
+
+    def mirror_rows(
+        self, *, pages: GroupPages, device_slots: torch.Tensor, host_slots: torch.Tensor
+    ) -> None:
+        """Copy rows, device to host: see `KernelBackend.mirror_rows`."""
+        _check_pages_slots(pages, device_slots, host_slots)
+        if not device_slots.shape[0]:
+            return
+        for layers in self._addresses(pages):
+            args = _row_args(layers, self.tuning)
+            contiguous = layers.block_size * layers.row_bytes == layers.device_block_bytes
+            args.device_block_rows = 0 if contiguous else layers.block_size
+            args.host_rows = self._on_device("host_slots", host_slots)
+            args.device_rows = self._on_device("device_slots", device_slots)
+            args.num_lists = 1
+            args.list_stride = args.fixed_count = device_slots.shape[0]
+            self._launch_rows("hs_rows_to_host", args)
+
+    def stage(self, *, pages: GroupPages, host_slots: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy host rows into a contiguous buffer: see `KernelBackend.stage`.
+
+        Raises:
+            GeometryError: ``out`` does not fit the rows.
+        """
+        check_slots(
+            name="host_slots",
+            slots=host_slots,
+            num_blocks=pages.host[0].shape[0],
+            block_size=pages.block_size,
+        )
+        count = host_slots.shape[0]
+        check_tensor("out", out, dtype=torch.uint8, ndim=3, device=pages.device[0].device)
+        fits = out.shape[0] == pages.num_layers and out.shape[1] >= count
+        if not fits or out.shape[2] != pages.row_bytes or not out.is_contiguous():
+            raise GeometryError(
+                f"out: expected contiguous [{pages.num_layers}, >= {count}, {pages.row_bytes}], "
+                f"got {tuple(out.shape)} with strides {out.stride()}"
+            )
+        if out.data_ptr() % limits.ROW_ALIGNMENT_BYTES:
+            raise GeometryError(f"out starts at {out.data_ptr():#x}, no multiple of 16")
+        if not count:
+            return
+        layer_bytes = out.shape[1] * pages.row_bytes
+        first = 0
+        for layers in self._addresses(pages):
+            args = _row_args(layers, self.tuning)
+            for index in range(len(layers.host)):
+                args.device[index] = out.data_ptr() + (first + index) * layer_bytes
+            first += len(layers.host)
+            args.device_block_rows = 0
+            args.host_rows = self._on_device("host_slots", host_slots)
+            args.num_lists = 1
+            args.list_stride = args.fixed_count = count
+            self._launch_rows("hs_rows_to_device", args)
+
+    def _launch_rows(self, name: str, args: _RowArgs) -> None:
+        self._launch(
+            self._entry(copy_spec(self.tuning), name),
+            args,
+            blocks=self.tuning.gather_blocks,
+            threads=self.tuning.copy_threads,
+        )
+
+    # --- blocks ----------------------------------------------------------------------------------
+
+    def mirror_blocks(
+        self, *, pages: GroupPages, device_blocks: torch.Tensor, host_blocks: torch.Tensor
+    ) -> None:
+        """Copy whole blocks, device to host, all layers of ``pages``."""
+        self._copy_blocks(
+            "hs_blocks_to_host", self.tuning.mirror_blocks, pages, device_blocks, host_blocks
+        )
+
+    def restore_blocks(
+        self, *, pages: GroupPages, host_blocks: torch.Tensor, device_blocks: torch.Tensor
+    ) -> None:
+        """Copy whole blocks, host to device, all layers of ``pages``."""
+        self._copy_blocks(
+            "hs_blocks_to_device", self.tuning.restore_blocks, pages, device_blocks, host_blocks
+        )
+
+    def _copy_blocks(
+        self,
+        name: str,
+        blocks: int,
+        pages: GroupPages,
+        device_blocks: torch.Tensor,
+        host_blocks: torch.Tensor,
+    ) -> None:
+        check_block_pairs(pages=pages, device_blocks=device_blocks, host_blocks=host_blocks)
+        if not device_blocks.shape[0]:
+            return
+        for layers in self._addresses(pages):
+            args = _BlockArgs()
+            _fill_layers(args, layers)
+            args.adjacent_layers = len(layers.host) if layers.adjacent else 1
+            args.host_blocks = self._on_device("host_blocks", host_blocks)
+            args.device_blocks = self._on_device("device_blocks", device_blocks)
+            args.num_pairs = device_blocks.shape[0]
+            self._launch(
+                self._entry(copy_spec(self.tuning), name),
+                args,
+                blocks=blocks,
+                threads=self.tuning.copy_threads,
+            )
+
+    # --- state -----------------------------------------------------------------------------------
+
+    def invalidate(self, *, state: HotState, host_blocks: torch.Tensor, block_size: int) -> None:
+        """Forget every hot row, of every request, that lies in one of these host blocks."""
+        check_tensor("host_blocks", host_blocks, dtype=torch.int32, ndim=1)
+        if not host_blocks.shape[0]:
+            return
+        args = _InvalidateArgs(
+            host_rows=state.host_rows.data_ptr(),
+            last_use=state.last_use.data_ptr(),
+            counters=state.counters.data_ptr(),
+            host_blocks=self._on_device("host_blocks", host_blocks),
+            num_slots=state.host_rows.numel(),
+            num_host_blocks=host_blocks.shape[0],
+            block_size=block_size,
+            block_shift=power_of_two_shift(block_size),
+        )
+        per_block = 4 * _STATE_THREADS
+        blocks = min(-(-state.host_rows.numel() // per_block), 2 * self._num_sms)
+        entry = self._entry(state_spec(), "hs_invalidate")
+        self._launch(entry, args, blocks=blocks, threads=_STATE_THREADS)
+
+    def reset(self, *, state: HotState, request_slots: torch.Tensor) -> None:
+        """Empty the hot regions of these request slots, clocks included."""
+        check_tensor("request_slots", request_slots, dtype=torch.int32, ndim=1)
+        if not request_slots.shape[0]:
+            return
+        args = _ResetArgs(
+            host_rows=state.host_rows.data_ptr(),
+            last_use=state.last_use.data_ptr(),
+            clock=state.clock.data_ptr(),
+            request_slots=self._on_device("request_slots", request_slots),
+            hot_rows=state.hot_rows,
+            max_num_reqs=state.max_num_reqs,
+        )
+        entry = self._entry(state_spec(), "hs_reset")
+        self._launch(entry, args, blocks=request_slots.shape[0], threads=_STATE_THREADS)
+
+    # --- launches --------------------------------------------------------------------------------
+
+    def _on_device(self, name: str, tensor: torch.Tensor) -> int:
+        if tensor.device != self.device:
+            raise GeometryError(f"device of {name}: expected {self.device}, got {tensor.device}")
+        if not tensor.is_contiguous():
+            raise GeometryError(f"{name} must be contiguous")
+        return tensor.data_ptr()
+
+    def _addresses(self, pages: GroupPages) -> list[_Layers]:
+        known = self._layers.get(id(pages))
+        if known is not None and known[0]() is pages:
+            return known[1]
+        layers = [
+            _layers_of(pages.layers(start, start + MAX_LAYERS_A_LAUNCH))
+            for start in range(0, pages.num_layers, MAX_LAYERS_A_LAUNCH)
+        ]
+        key, table = id(pages), self._layers
+        table[key] = (weakref.ref(pages, lambda _: table.pop(key, None)), layers)
+        return layers
+
+    def _entry(self, spec: KernelSpec, name: str) -> _Entry:
+        entry = self._entries.get((spec, name))
+        if entry is None:
+            entry = self._entries[spec, name] = self._load(spec, name)
+        return entry
+
+    def _load(self, spec: KernelSpec, name: str) -> _Entry:
+        from cuda.bindings import driver
+        from cuda.core import ObjectCode
+
+        compiled = self._compiler.compile(spec, arch=self.arch)
+        with torch.cuda.device(self.device):
+            torch.cuda.current_stream()
+            code = ObjectCode.from_cubin(compiled.cubin)
+            kernel = code.get_kernel(name)
+            static = compiled.resources[name].static_shared_bytes
+            attribute = driver.CUfunction_attribute
+            _check(
+                driver.cuKernelSetAttribute(
+                    attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                    self._shared_per_block - static,
+                    kernel.handle,
+                    driver.CUdevice(self.device.index),
+                ),
+                f"shared memory of {name}",
+            )
+        function = driver.CUfunction(int(kernel.handle))
+        return _Entry(function=function, owner=(code, kernel))
+
+    def _launch(
+        self,
+        entry: _Entry,
+        args: ctypes.Structure,
+        *,
+        blocks: int,
+        threads: int,
+        shared_bytes: int = 0,
+    ) -> None:
+        from cuda.bindings import driver
+
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
+        with torch.cuda.device(self.device):
+            stream = torch.cuda.current_stream(self.device).cuda_stream
+            _check(
+                driver.cuLaunchKernel(
+                    entry.function,
+                    *(blocks, 1, 1),
+                    *(threads, 1, 1),
+                    shared_bytes,
+                    stream,
+                    ctypes.addressof(pointers),
+                    0,
+                ),
+                "kernel launch",
+            )
+
+
+def _resolve_args(
+    state: HotState, tables: ResidencyTables, inputs: StepInputs, plan: ResolvePlan
+) -> _ResolveArgs:
+    workspace = state.workspace
+    return _ResolveArgs(
+        host_rows=state.host_rows.data_ptr(),
+        last_use=state.last_use.data_ptr(),
+        clock=state.clock.data_ptr(),
+        counters=state.counters.data_ptr(),
+        source=tables.source.data_ptr(),
+        resident=tables.resident.data_ptr(),
+        hot=tables.hot.data_ptr(),
+        positions=inputs.positions.data_ptr(),
+        request_slots=inputs.request_slots.data_ptr(),
+        table_rows=inputs.table_rows.data_ptr(),
+        query_starts=inputs.query_starts.data_ptr(),
+        physical_rows=plan.physical_rows.data_ptr(),
+        valid_counts=plan.valid_counts.data_ptr(),
+        miss_source_rows=plan.miss_source_rows.data_ptr(),
+        miss_device_rows=plan.miss_device_rows.data_ptr(),
+        miss_counts=plan.miss_counts.data_ptr(),
+        workspace=0 if workspace is None else workspace.data_ptr(),
+        workspace_stride=0 if workspace is None else workspace.stride(0),
+        source_stride=tables.source.stride(0),
+        resident_stride=tables.resident.stride(0),
+        hot_stride=tables.hot.stride(0),
+        positions_stride=inputs.positions.stride(0),
+        block_stride_rows=tables.block_stride_rows,
+        num_source_blocks=tables.num_source_blocks,
+        num_device_blocks=tables.num_device_blocks,
+        source_pages=tables.source.shape[1],
+        resident_pages=tables.resident.shape[1],
+        hot_blocks=tables.hot.shape[1],
+        block_size=tables.block_size,
+        block_shift=power_of_two_shift(tables.block_size),
+        hot_rows=state.hot_rows,
+        max_num_reqs=state.max_num_reqs,
+        num_requests=inputs.num_requests,
+        num_query_rows=inputs.num_query_rows,
+        max_num_requests=plan.max_num_requests,
+        top_k=inputs.top_k,
+        max_misses=plan.miss_source_rows.shape[1],
+        max_lanes=plan.miss_source_rows.shape[1],
+        wide_rows=int(plan.physical_rows.dtype == torch.int64),
+    )
+
+
+def _fill_layers(args: _RowArgs | _BlockArgs, layers: _Layers) -> None:
+    for index, address in enumerate(layers.host):
+        args.host[index] = address
+        args.device[index] = layers.device[index]
+    args.host_block_bytes = layers.host_block_bytes
+    args.host_row_bytes = layers.host_row_bytes
+    args.device_block_bytes = layers.device_block_bytes
+    args.num_layers = len(layers.host)
+    args.row_lanes = layers.row_bytes // limits.ROW_ALIGNMENT_BYTES
+    args.block_size = layers.block_size
+
+
+def _row_args(layers: _Layers, tuning: CudaTuning) -> _RowArgs:
+    args = _RowArgs()
+    _fill_layers(args, layers)
+    args.block_shift = power_of_two_shift(layers.block_size)
+    args.map_shift = tuning.gather_map_shift
+    args.map_min_rows = tuning.gather_map_min_rows
+    return args
+
+
+def _check_pages_slots(
+    pages: GroupPages, device_slots: torch.Tensor, host_slots: torch.Tensor
+) -> None:
+    check_slots(
+        name="device_slots",
+        slots=device_slots,
+        num_blocks=pages.device[0].shape[0],
+        block_size=pages.block_size,
+    )
+    check_slots(
+        name="host_slots",
+        slots=host_slots,
+        num_blocks=pages.host[0].shape[0],
+        block_size=pages.block_size,
+    )
+    if device_slots.shape != host_slots.shape:
+        raise GeometryError(
+            f"{device_slots.shape[0]} device slots and {host_slots.shape[0]} host slots"
+        )
+
+
+def _layers_of(pages: GroupPages) -> _Layers:
+    device = pages.device[0]
+    return _Layers(
+        host=tuple(_device_address(layer) for layer in pages.host),
+        device=tuple(layer.data_ptr() for layer in pages.device),
+        host_block_bytes=pages.host[0].stride(0),
+        host_row_bytes=pages.host[0].stride(1),
+        device_block_bytes=device.stride(0),
+        row_bytes=pages.row_bytes,
+        block_size=pages.block_size,
+        block_stride_rows=pages.block_stride_rows,
+        adjacent=pages.host_layout is HostLayout.GROUP_INTERLEAVED,
+    )
+
+
+def _device_address(layer: torch.Tensor) -> int:
+    """Where the device reads a layer's host pages: both ends must be in registered memory.
+
+    Raises:
+        UsageError: They are not, or not at one distance from the host's addresses.
+    """
+    first = layer.data_ptr()
+    size = sum((n - 1) * s for n, s in zip(layer.shape, layer.stride(), strict=True)) + 1
+    start, end = (_mapped_address(address) for address in (first, first + size - 1))
+    if end - start != size - 1:
+        raise UsageError("the device maps the two ends of a layer's host pages at other distances")
+    return start
+
+
+def _mapped_address(address: int) -> int:
+    from cuda.bindings import driver
+
+    attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_POINTER
+    error, mapped = driver.cuPointerGetAttribute(attribute, address)
+    if int(error) or not int(mapped):
+        raise UsageError(
+            f"host page at {address:#x} is not registered with CUDA (error {int(error)})",
+            remedy="attach the host pool with registration before binding its pages",
+            code=int(error),
+        )
+    return int(mapped)
+
+
+def _device_attribute(index: int, name: str) -> int:
+    from cuda.bindings import driver
+
+    attribute = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+    error, value = driver.cuDeviceGetAttribute(attribute, driver.CUdevice(index))
+    _check((error,), f"device attribute {name}")
+    return int(value)
+
+
+def _driver_version() -> str:
+    from cuda.bindings import driver
+
+    error, version = driver.cuDriverGetVersion()
+    _check((error,), "driver version")
+    return str(version)
+
+
+def _check(result: tuple[Any, ...], what: str) -> None:
+    code = int(result[0])
+    if code:
+        raise DeviceError(f"{what} failed with CUDA error {code} ({result[0]!s})", code=code)
