@@ -179,8 +179,8 @@ class _QueuedBatch(msgspec.Struct, kw_only=True):
 
     enqueued: list[Enqueued]
     completed: list[Completed]
-    request_id: int
-    """Of the message that got no answer; its late reply settles the batch."""
+    request_ids: list[int]
+    """Of the messages that got no answer; the late reply to any of them settles the batch."""
 
 
 class Namespace:
@@ -667,7 +667,7 @@ class Namespace:
             )  # fmt: skip
         self._num_queued += count
         self._queued.append(
-            _QueuedBatch(enqueued=enqueued, completed=completed, request_id=request_id)
+            _QueuedBatch(enqueued=enqueued, completed=completed, request_ids=[request_id])
         )
         self.counters.add("mirrors_queued", count)
 
@@ -676,7 +676,7 @@ class Namespace:
     def settle_late(self, reply: MirrorReply) -> None:
         """The answer to a mirror batch that was queued because it came too late."""
         for batch in self._queued:
-            if batch.request_id == reply.request_id:
+            if reply.request_id in batch.request_ids:
                 self._queued.remove(batch)
                 self._num_queued -= _count(batch.enqueued, batch.completed)
                 self._settle(batch, reply)
@@ -704,10 +704,12 @@ class Namespace:
     def _send_again(self, batch: _QueuedBatch) -> MirrorReply:
         if self._broken is not None:
             raise self._broken
-        return self._session.request(
-            lambda request_id: self._mirror_batch(request_id, batch.enqueued, batch.completed, ()),
-            MirrorReply,
-        )
+
+        def build(request_id: int) -> MirrorBatch:
+            batch.request_ids.append(request_id)
+            return self._mirror_batch(request_id, batch.enqueued, batch.completed, ())
+
+        return self._session.request(build, MirrorReply)
 
     def _settle(self, batch: _QueuedBatch, reply: MirrorReply) -> None:
         blocks, generations = self._publish(batch.completed, reply)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import secrets
@@ -76,7 +77,7 @@ class FakeDaemon:
         self.received: list[Request] = []
         self.known: set[bytes] = set()
         self.forget_sessions = threading.Event()
-        self.pause = threading.Event()
+        self.outbox: collections.deque[Reply] = collections.deque()
         self.start()
 
     def start(self) -> None:
@@ -107,15 +108,16 @@ class FakeDaemon:
         self._context.term()
 
     def send_to_all(self, reply: Reply) -> None:
-        """From the test's thread, while the daemon is paused."""
-        for peer in self.known:
-            self._socket.send_multipart([peer, encode(reply)])
+        """A reply that nobody waits for any more; sent by the daemon's own thread."""
+        self.outbox.append(reply)
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            if self.pause.is_set() or not self._socket.poll(5):
-                if self.pause.is_set():
-                    self._stop.wait(0.005)
+            while self.outbox:
+                frame = encode(self.outbox.popleft())
+                for peer in self.known:
+                    self._socket.send_multipart([peer, frame])
+            if not self._socket.poll(5):
                 continue
             if self.forget_sessions.is_set():
                 self.known.clear()
