@@ -73,7 +73,7 @@ class HostLayout(enum.Enum):
     """The rows of the group's layers lie side by side: one miss is one contiguous read."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class HotState:
     """What is in the hot regions of all request slots. Updated in place by the operations.
 
@@ -145,7 +145,7 @@ def allocate_hot_state(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ResidencyTables:
     """Block tables of all requests. Borrowed: the engine writes them between steps.
 
@@ -201,7 +201,7 @@ class ResidencyTables:
         return (self.num_device_blocks - 1) * self.block_stride_rows + self.block_size - 1
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class StepInputs:
     """One step's top-k, by query row, and which rows belong to which request.
 
@@ -252,7 +252,7 @@ class StepInputs:
         return self.positions.shape[1]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ResolvePlan:
     """Where `resolve` writes: allocated once, shared by all layers of an index group.
 
@@ -336,7 +336,7 @@ def allocate_plan(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class GroupPages:
     """Bytes of all layers of an index group, in host memory and on the device. Borrowed.
 

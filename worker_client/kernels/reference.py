@@ -9,8 +9,10 @@ where torch's scattered writes work element by element.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +56,13 @@ class ReferenceBackend:
 
     name = "reference"
 
+    def __init__(self) -> None:
+        # Kept between calls: fresh memory of this size is returned to the system each time, and
+        # faulting it in again took longer than copying through it.
+        self._scratch = np.empty(_CHUNK_BYTES, dtype=np.uint8)
+        # By identity and weak: when a group's pages go, so do the views of their memory.
+        self._copies: WeakKeyDictionary[GroupPages, list[_RowCopy]] = WeakKeyDictionary()
+
     def make_hot_state(
         self, *, max_num_reqs: int, hot_rows: int, device: torch.device | str
     ) -> HotState:
@@ -83,22 +92,18 @@ class ReferenceBackend:
         counts = plan.miss_counts.tolist()
         if not any(counts):
             return
-        sources = np.concatenate(
-            [plan.miss_source_rows[i, :n].numpy() for i, n in enumerate(counts) if n]
-        )
-        targets = np.concatenate(
-            [plan.miss_device_rows[i, :n].numpy() for i, n in enumerate(counts) if n]
-        )
-        host_rows = pages.host[0].shape[0] * pages.block_size
-        device_rows = pages.device[0].shape[0] * pages.block_stride_rows
-        _check_range("planned host rows", sources, host_rows)
-        _check_range("planned device rows", targets, device_rows)
-        if pages.host_layout is HostLayout.GROUP_INTERLEAVED:
-            wide = _row_items(_widen(pages))
-            _copy_rows(wide, sources, [_row_items(layer) for layer in pages.device], targets, pages)
-            return
-        for host, device in zip(pages.host, pages.device, strict=True):
-            _copy_rows(_row_items(host), sources, [_row_items(device)], targets, pages)
+        source_rows, device_rows = plan.miss_source_rows.numpy(), plan.miss_device_rows.numpy()
+        sources = np.concatenate([source_rows[i, :n] for i, n in enumerate(counts) if n])
+        targets = np.concatenate([device_rows[i, :n] for i, n in enumerate(counts) if n])
+        num_host_rows = pages.host[0].shape[0] * pages.block_size
+        num_device_rows = pages.device[0].shape[0] * pages.block_stride_rows
+        _check_range("planned host rows", sources, num_host_rows)
+        _check_range("planned device rows", targets, num_device_rows)
+        copies = self._copies.get(pages)
+        if copies is None:
+            copies = self._copies[pages] = _row_copies(pages)
+        for copy in copies:
+            _copy_rows(copy, sources, targets, self._scratch)
 
     def invalidate(self, *, state: HotState, host_blocks: torch.Tensor, block_size: int) -> None:
         """Forget every hot row that lies in one of these host blocks."""
@@ -413,32 +418,68 @@ def _flat_rows(items: _Rows, rows_per_block: int) -> _Rows | None:
     return np.lib.stride_tricks.as_strided(items, shape=(count,), strides=(row_stride,))
 
 
+@dataclass(frozen=True, eq=False)
+class _RowCopy:
+    """From one region of host memory to the layers whose rows lie side by side in it.
+
+    ``flat_*`` index rows directly; they are None where blocks are no whole number of rows apart.
+    """
+
+    source: _Rows
+    source_rows_per_block: int
+    flat_source: _Rows | None
+    first_word: npt.NDArray[np.uint64] | None
+    targets: list[_Rows]
+    target_rows_per_block: int
+    flat_targets: list[_Rows] | None
+
+
+def _row_copies(pages: GroupPages) -> list[_RowCopy]:
+    if pages.host_layout is HostLayout.GROUP_INTERLEAVED:
+        return [_row_copy(_widen(pages), list(pages.device), pages)]
+    layers = zip(pages.host, pages.device, strict=True)
+    return [_row_copy(host, [device], pages) for host, device in layers]
+
+
+def _row_copy(host: torch.Tensor, layers: list[torch.Tensor], pages: GroupPages) -> _RowCopy:
+    source, targets = _row_items(host), [_row_items(layer) for layer in layers]
+    flat = _flat_rows(source, pages.block_size)
+    if flat is not None and (flat.strides[0] != source.itemsize or source.itemsize > _CHUNK_BYTES):
+        flat = None
+    flats = [_flat_rows(target, pages.block_stride_rows) for target in targets]
+    known = [each for each in flats if each is not None]
+    return _RowCopy(
+        source=source,
+        source_rows_per_block=pages.block_size,
+        flat_source=flat,
+        first_word=None if flat is None else _first_words(flat),
+        targets=targets,
+        target_rows_per_block=pages.block_stride_rows,
+        flat_targets=known if len(known) == len(flats) else None,
+    )
+
+
 def _copy_rows(
-    source: _Rows, source_rows: _Ids, targets: list[_Rows], target_rows: _Ids, pages: GroupPages
+    copy: _RowCopy, source_rows: _Ids, target_rows: _Ids, scratch: npt.NDArray[np.uint8]
 ) -> None:
-    """Copy source rows to target rows; a source row holds one row of each target, side by side."""
-    size, stride = pages.block_size, pages.block_stride_rows
-    flat_source = _flat_rows(source, size)
-    flat_targets = [_flat_rows(target, stride) for target in targets]
-    packed = flat_source is not None and flat_source.strides[0] == source.itemsize
-    if flat_source is None or not packed or any(flat is None for flat in flat_targets):
-        _copy_any_rows(source, source_rows, targets, target_rows, pages)
+    source, targets, first_word = copy.flat_source, copy.flat_targets, copy.first_word
+    if source is None or targets is None or first_word is None:
+        _copy_skewed_rows(copy, source_rows, target_rows)
         return
-    flats = [flat for flat in flat_targets if flat is not None]
-    first_word = _first_words(flat_source)
-    starts = _run_starts(target_rows)
-    if len(flats) == 1 and starts.size * _MIN_RUN_ROWS <= target_rows.size:
-        ends = np.append(starts[1:], target_rows.size)
-        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-            place = int(target_rows[start])
-            rows = source_rows[start:end]
-            first_word[rows]
-            flat_source.take(rows, out=flats[0][place : place + rows.size], mode="clip")
-        return
-    chunk = max(1, _CHUNK_BYTES // source.itemsize)
-    buffer = np.empty((chunk, source.itemsize), dtype=np.uint8)
+    if len(targets) == 1:
+        breaks = np.flatnonzero(target_rows[1:] - target_rows[:-1] != 1) + 1
+        if (breaks.size + 1) * _MIN_RUN_ROWS <= target_rows.size:
+            bounds = [0, *breaks.tolist(), target_rows.size]
+            for start, end in itertools.pairwise(bounds):
+                place = int(target_rows[start])
+                rows = source_rows[start:end]
+                first_word[rows]  # see below
+                source.take(rows, out=targets[0][place : place + rows.size], mode="clip")
+            return
+    chunk = scratch.size // source.itemsize
+    buffer = scratch[: chunk * source.itemsize].reshape(chunk, source.itemsize)
     wide = buffer.view(source.dtype)[:, 0]
-    parts = buffer.view(flats[0].dtype)
+    parts = buffer.view(targets[0].dtype)
     for start in range(0, source_rows.size, chunk):
         rows = source_rows[start : start + chunk]
         places = target_rows[start : start + chunk]
@@ -446,30 +487,23 @@ def _copy_rows(
         # cache and TLB misses overlap; the row copies behind them would take them one by one.
         # Measured on rows spread over 4 GB: 300 to 260 ns a row of 656 B, 450 to 360 of 1,152 B.
         first_word[rows]
-        flat_source.take(rows, out=wide[: rows.size], mode="clip")
-        for index, flat in enumerate(flats):
-            flat[places] = parts[: rows.size, index]
+        source.take(rows, out=wide[: rows.size], mode="clip")
+        for index, target in enumerate(targets):
+            target[places] = parts[: rows.size, index]
 
 
-def _copy_any_rows(
-    source: _Rows, source_rows: _Ids, targets: list[_Rows], target_rows: _Ids, pages: GroupPages
-) -> None:
-    """The same for blocks that are no whole number of rows apart."""
-    size, stride = pages.block_size, pages.block_stride_rows
-    rows = np.ascontiguousarray(source[source_rows // size, source_rows % size])
-    parts = rows.view(targets[0].dtype).reshape(rows.size, len(targets))
-    for index, target in enumerate(targets):
+def _copy_skewed_rows(copy: _RowCopy, source_rows: _Ids, target_rows: _Ids) -> None:
+    """The same through (block, row): for rows that cannot be counted through."""
+    size, stride = copy.source_rows_per_block, copy.target_rows_per_block
+    rows = np.ascontiguousarray(copy.source[source_rows // size, source_rows % size])
+    parts = rows.view(copy.targets[0].dtype).reshape(rows.size, len(copy.targets))
+    for index, target in enumerate(copy.targets):
         target[target_rows // stride, target_rows % stride] = parts[:, index]
 
 
 def _first_words(rows: _Rows) -> npt.NDArray[np.uint64]:
     words: npt.NDArray[np.uint64] = rows.view(np.uint64).reshape(rows.size, -1)[:, 0]
     return words
-
-
-def _run_starts(rows: _Ids) -> _Ids:
-    """Indices at which a run of adjacent ascending rows begins."""
-    return np.concatenate(([0], (np.diff(rows) != 1).nonzero()[0] + 1)).astype(np.int64)
 
 
 def _block_pairs(
