@@ -7,6 +7,7 @@ tensor is made.
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 from hisparse_service.contract.errors import ConfigError
@@ -43,6 +44,7 @@ def connect(
     Raises:
         ConfigError: The endpoint cannot be used.
         ServiceUnavailable: No answer in time.
+        NotReady: The private daemon's pool was not reserved in time.
     """
     identity = Identity(
         client_name=client_name,
@@ -58,12 +60,19 @@ def connect(
         return Client(session)
     daemon = EmbeddedDaemon.start(address)
     try:
+        deadline_s = time.monotonic() + timeout_s
         session = Session(daemon.endpoint, identity)
         session.open(timeout_s=timeout_s, alive=daemon.check_alive)
-        return Client(session, embedded=daemon)
+        client = Client(session, embedded=daemon)
     except BaseException:
         daemon.stop()
         raise
+    try:
+        client.wait_ready(timeout_s=deadline_s - time.monotonic(), alive=daemon.check_alive)
+    except BaseException:
+        client.close()
+        raise
+    return client
 
 
 def _ipc_endpoint(address: str) -> str:

@@ -18,7 +18,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -116,6 +116,7 @@ __all__ = [
 _ATTACH_TIMEOUT_S: Final = 60.0
 _TURN_TIMEOUT_S: Final = 600.0
 """Many ranks with hundreds of GiB each register one after another, at 0.1 s a GiB."""
+_READY_PAUSE_S: Final = 0.02
 _TURN_PAUSE_S: Final = 0.005
 _TURN_PAUSE_MAX_S: Final = 0.2
 _POLL_SLICE_MS: Final = 50
@@ -123,7 +124,7 @@ _RENEW_FRACTION: Final = 0.5
 """A lease is renewed when half of its time is gone."""
 
 
-class Enqueued(msgspec.Struct, frozen=True, kw_only=True):
+class Enqueued(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Reserved blocks of a lease whose copies are in stream order."""
 
     lease: BlockLease
@@ -131,7 +132,7 @@ class Enqueued(msgspec.Struct, frozen=True, kw_only=True):
     generations: U32Array
 
 
-class Completed(msgspec.Struct, frozen=True, kw_only=True):
+class Completed(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Reserved blocks of a lease whose every layer the CPU saw complete, in prefix order."""
 
     lease: BlockLease
@@ -154,7 +155,7 @@ class MirrorOutcome(enum.Enum):
     """The daemon is away; handed in when it is back, see `Namespace.handed_in`."""
 
 
-class MirrorResult(msgspec.Struct, frozen=True, kw_only=True):
+class MirrorResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What one `Namespace.mirror` did."""
 
     outcome: MirrorOutcome
@@ -166,7 +167,7 @@ class MirrorResult(msgspec.Struct, frozen=True, kw_only=True):
     num_free: int
 
 
-class HandedIn(msgspec.Struct, frozen=True, kw_only=True):
+class HandedIn(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The fate of one queued `Completed`: published (canonical arrays) or lost (None)."""
 
     completed: Completed
@@ -174,7 +175,7 @@ class HandedIn(msgspec.Struct, frozen=True, kw_only=True):
     canonical_generations: U32Array | None
 
 
-class _QueuedBatch(msgspec.Struct, kw_only=True):
+class _QueuedBatch(msgspec.Struct, kw_only=True, eq=False):
     """Mirrors that the daemon may not have heard of."""
 
     enqueued: list[Enqueued]
@@ -677,8 +678,7 @@ class Namespace:
         """The answer to a mirror batch that was queued because it came too late."""
         for batch in self._queued:
             if reply.request_id in batch.request_ids:
-                self._queued.remove(batch)
-                self._num_queued -= _count(batch.enqueued, batch.completed)
+                self._unqueue(batch)
                 self._settle(batch, reply)
                 return
 
@@ -686,20 +686,25 @@ class Namespace:
         """Send what is queued, oldest first; stops at the first that gets no answer."""
         while self._queued:
             batch = self._queued[0]
-            blocks = _count(batch.enqueued, batch.completed)
+            reply: MirrorReply | None
             try:
                 reply = self._send_again(batch)
             except ServiceUnavailable:
                 raise
             except HiSparseError:
-                self._queued.popleft()
-                self._num_queued -= blocks
+                reply = None
+            if batch not in self._queued:
+                continue  # the late reply to an earlier attempt came first and settled it
+            self._unqueue(batch)
+            if reply is not None:
+                self._settle(batch, reply)
+            else:
                 for item in batch.completed:
                     self._recover_published(item)
-                continue
-            self._queued.popleft()
-            self._num_queued -= blocks
-            self._settle(batch, reply)
+
+    def _unqueue(self, batch: _QueuedBatch) -> None:
+        self._queued.remove(batch)
+        self._num_queued -= _count(batch.enqueued, batch.completed)
 
     def _send_again(self, batch: _QueuedBatch) -> MirrorReply:
         if self._broken is not None:
@@ -1038,6 +1043,30 @@ class Client:
     def status(self) -> dict[str, Any]:
         """What ``hisparse-service status --json`` prints."""
         return self.session.request(Status, StatusReply).status
+
+    def wait_ready(self, *, timeout_s: float, alive: Callable[[], None] = lambda: None) -> None:
+        """Wait until the daemon has reserved its pool; a session it gives before that.
+
+        Args:
+            timeout_s: For all of it. Reserving takes about a second a GiB.
+            alive: Called while waiting; raises to give up early.
+
+        Raises:
+            NotReady: Not before the deadline. Details: progress, 0 to 1.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            status = self.status()
+            if status["phase"] != "starting":
+                return
+            alive()
+            if time.monotonic() >= deadline_s:
+                raise NotReady(
+                    f"the pool is not reserved after {timeout_s} s, {status['progress']:.0%} is",
+                    remedy="Wait longer, or use a smaller pool",
+                    progress=status["progress"],
+                )
+            time.sleep(_READY_PAUSE_S)
 
     def open_namespace(
         self,

@@ -335,12 +335,21 @@ class Session:
     def _request_again(self, build: BuildRequest, deadline_s: float, when_away: WhenAway) -> Reply:
         if self._attaching:
             raise _SessionGone
-        for _ in range(_MAX_ATTEMPTS):
+        attempts = 0
+        while attempts < _MAX_ATTEMPTS:
             if not self.is_alive:
                 if when_away is WhenAway.FAIL:
                     self._away()
                     raise self._unavailable("the daemon is away")
-                self._revive(deadline_s)
+                try:
+                    self._revive(deadline_s)
+                except ServiceUnavailable:
+                    # A daemon that just started answers, but has no pool for us yet.
+                    if time.monotonic() + _NOT_READY_PAUSE_S >= deadline_s:
+                        raise
+                    time.sleep(_NOT_READY_PAUSE_S)
+                    continue
+            attempts += 1
             try:
                 return self._exchange(build, deadline_s)
             except _SessionGone:
