@@ -1,7 +1,8 @@
 """Events on the XPUB socket: published, evicted, epoch. Sent only while somebody listens.
 
 An event is a hint, never a right: a subscriber that is too slow loses some (the socket drops above
-its high-water mark) and a handle is checked against the block table all the same. Control loop only.
+its high-water mark) and a handle is checked against the block table all the same.
+Control loop only.
 """
 
 from __future__ import annotations

@@ -82,6 +82,8 @@ class NamespaceEntry:
     name: str
     geometry: HostGeometry
     geometry_blob: bytes
+    key_space: bytes
+    """8 B tag that keyed requests must carry."""
     backing: Backing | None = None
     is_adopted: bool = False
     openers: set[int] = field(default_factory=set)
@@ -113,13 +115,12 @@ class ServerState:
     watcher: PidWatcher
     events: EventPublisher
     metrics: ServerMetrics
-    directory: Directory
-    request_stop: Callable[[str], None]
-    """Ask the loop to end, with the reason."""
     begin_drain: Callable[[float, bool], None]
     """Drain with a deadline (monotonic) and whether to stop at its end."""
     describe_helpers: Callable[[], dict[str, object]] = dict
     pool: Pool | None = None
+    loaded_directory: Directory | None = None
+    """None while STARTING: until then it belongs to the thread that opens the pool."""
     phase: Phase = Phase.STARTING
     progress: float = 0.0
     """Of population, 0 to 1."""
@@ -130,6 +131,12 @@ class ServerState:
     """Routing id by number of the connection."""
     namespaces: dict[int, NamespaceEntry] = field(default_factory=dict)
     by_fingerprint: dict[bytes, NamespaceEntry] = field(default_factory=dict)
+
+    @property
+    def directory(self) -> Directory:
+        """The directory; only after STARTING."""
+        assert self.loaded_directory is not None, "the pool is not open yet"
+        return self.loaded_directory
 
     @property
     def num_workers(self) -> int:

@@ -1,6 +1,6 @@
 """The daemon's two sockets: a ROUTER for requests, an XPUB for events, and the ROUTER's monitor.
 
-Only here are socket options set and credentials read. Bind after the instance's lock is held: a
+Only here are socket options set. Bind after the instance's lock is held: a
 second bind on a live ipc path succeeds and leaves the first daemon deaf without an error.
 
 Owned by the control loop and used on its thread only.
@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-import msgspec
 import zmq
 
 from hisparse_service.contract import limits
@@ -22,33 +21,13 @@ from hisparse_service.contract.errors import RuntimeDirectoryError
 from hisparse_service.server.runtime_directory import control_endpoint, events_endpoint
 
 _MONITOR_EVENT: Final = struct.Struct("=Hi")
+ROUTER_RECEIVE_HIGH_WATER_MARK: Final = 32
+"""Messages of one connection read ahead: of MAX_FRAME_BYTES each that is 256 MiB at worst. What
+comes beyond waits in the client."""
+ROUTER_SEND_HIGH_WATER_MARK: Final = 2 * limits.MAX_IN_FLIGHT_PER_SESSION
+"""Replies that wait for one client to read; a client may have half as many requests under way."""
 _IPC_FILTER_UID: Final = 59
 """ZMQ_IPC_FILTER_UID, which pyzmq does not name: the kernel's word on the peer's uid decides."""
-# Of the frame's source connection; the monitor names connections by the same number.
-_SOURCE_FD: Final = 2  # ZMQ_SRCFD
-
-
-class Peer(msgspec.Struct, frozen=True):
-    """Who sent a frame, by the kernel's word."""
-
-    uid: int
-    gid: int
-    pid: int
-    """0 where the peer lives in a PID namespace that is not visible from here."""
-    connection_fd: int
-    """Number of the daemon's end of the connection; reused after the connection closes."""
-
-
-def parse_peer_address(address: str) -> tuple[int, int, int] | None:
-    """(uid, gid, pid) of a Peer-Address "host:uid:gid:pid"; None when it is anything else."""
-    parts = address.rsplit(":", 3)
-    if len(parts) != 4:
-        return None
-    try:
-        uid, gid, pid = (int(part) for part in parts[1:])
-    except ValueError:
-        return None
-    return uid, gid, pid
 
 
 class Transport:
@@ -85,6 +64,8 @@ class Transport:
             socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
             for uid in sorted(set(allowed_uids)):
                 socket.setsockopt(_IPC_FILTER_UID, uid)
+        self.router.setsockopt(zmq.SNDHWM, ROUTER_SEND_HIGH_WATER_MARK)
+        self.router.setsockopt(zmq.RCVHWM, ROUTER_RECEIVE_HIGH_WATER_MARK)
         # A reply to a peer that is gone or does not read must fail here and now, not vanish.
         self.router.setsockopt(zmq.ROUTER_MANDATORY, 1)
 
@@ -105,18 +86,11 @@ class Transport:
         finally:
             os.umask(umask_before)
 
-    @staticmethod
-    def peer_of(frame: zmq.Frame) -> Peer | None:
-        """The sender of a frame; None where the transport gave no credentials."""
-        try:
-            parsed = parse_peer_address(str(frame.get("Peer-Address")))
-            connection_fd = int(frame.get(_SOURCE_FD))
-        except (zmq.ZMQError, ValueError):
-            return None
-        if parsed is None:
-            return None
-        uid, gid, pid = parsed
-        return Peer(uid=uid, gid=gid, pid=pid, connection_fd=connection_fd)
+    @property
+    def monitor_fd(self) -> int:
+        """Readable when a connection ended."""
+        assert self.monitor is not None, "closed"
+        return int(self.monitor.getsockopt(zmq.FD))
 
     def closed_connections(self) -> list[int]:
         """Numbers of the connections that ended since the last call, in order."""

@@ -37,6 +37,7 @@ class RateLimiter:
         self._by_event: dict[str, tuple[int, int]] = {}
 
     def __call__(self, _logger: Any, _method: str, event_dict: EventDict) -> EventDict:
+        """Count the event; drop it beyond the limit."""
         name, second = str(event_dict.get("event")), int(self._clock())
         with self._lock:
             if len(self._by_event) >= MAX_EVENT_NAMES:

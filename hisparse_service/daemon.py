@@ -1,0 +1,440 @@
+"""Wiring of the daemon: start, run, drain, stop.
+
+    lock the runtime directory -> bind -> answer Hello, Ping and Status while a helper thread
+    creates or adopts the pool -> ready -> serve -> drain -> stop (with workers the pool is kept,
+    without it is released)
+
+`Daemon.run` is the whole life of the process and belongs to its main thread, which is the control
+loop. Only the pool is opened elsewhere: that may take minutes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Final, Protocol
+
+import hisparse_service
+from hisparse_service.config import Settings
+from hisparse_service.contract.errors import ConfigError, HiSparseError, InternalError, UsageError
+from hisparse_service.contract.geometry import decode_geometry
+from hisparse_service.contract.keys import key_space
+from hisparse_service.directory.directory import Directory
+from hisparse_service.directory.results import BackingMode, Quota
+from hisparse_service.membership.credentials import Authoriser
+from hisparse_service.membership.liveness import PidWatcher
+from hisparse_service.membership.process_lock import ProcessLock, Role
+from hisparse_service.membership.sessions import DeathCause, SessionTable
+from hisparse_service.pool.pool import Backing, Pool
+from hisparse_service.pool.populate import Cancelled, Progress
+from hisparse_service.pool.settings import HugePages, MemoryLock, PoolSettings
+from hisparse_service.server.clients import end_session
+from hisparse_service.server.dispatch import BrokenInvariantError, Dispatcher
+from hisparse_service.server.events import EventPublisher
+from hisparse_service.server.handlers_backing import add_namespace
+from hisparse_service.server.handlers_operations import status_of
+from hisparse_service.server.helpers import HelperThreads, Restart
+from hisparse_service.server.loop import ControlLoop
+from hisparse_service.server.runtime_directory import LOCK_NAME, prepare_runtime_directory
+from hisparse_service.server.state import NamespaceEntry, Phase, ServerOptions, ServerState
+from hisparse_service.server.transport import Transport
+from hisparse_service.telemetry.logs import get_logger
+from hisparse_service.telemetry.metrics import ServerMetrics
+
+_HELPER_STOP_S: Final = 30.0
+"""A helper looks at its stop event at least every 0.2 s; what takes longer is stuck in a call."""
+
+log = get_logger()
+
+
+class Listener(Protocol):
+    """Who wants to know how the start goes: the command line."""
+
+    def on_progress(self, progress: Progress) -> None:
+        """Pages are being reserved. Called on a helper thread."""
+
+    def on_ready(self, endpoint: str, pool: Pool) -> None:
+        """Workers are accepted. Control loop."""
+
+
+def pool_settings(settings: Settings) -> PoolSettings:
+    """What the pool is told.
+
+    Raises:
+        ConfigError: Names, sizes or policies that it cannot have.
+    """
+    pool = settings.pool
+    nodes = ",".join(str(node) for node in pool.numa_nodes)
+    policy = {"none": "default", "interleave": "interleave", "bind": f"bind:{nodes}"}[pool.numa]
+    return PoolSettings(
+        pool_bytes=pool.bytes,
+        instance=settings.instance,
+        pool_name=pool.name,
+        populate_threads=pool.populate_threads,
+        numa=policy,
+        huge_pages=HugePages.ADVISE if pool.huge_pages == "advise" else HugePages.OFF,
+        memory_lock=MemoryLock.LOCK if pool.lock_memory else MemoryLock.OFF,
+    )
+
+
+class Daemon:
+    """One daemon, from start to stop. `run` may be called once.
+
+    Args:
+        settings: Checked.
+        listener: Told of progress and readiness; None: nobody.
+        ready_fd: Gets the line "READY <endpoint>" and is closed; -1: none.
+    """
+
+    def __init__(
+        self, settings: Settings, *, listener: Listener | None = None, ready_fd: int = -1
+    ) -> None:
+        self._settings = settings
+        self._pool_settings = pool_settings(settings)
+        self._listener = listener
+        self._ready_fd = ready_fd
+        self._epoch = secrets.randbits(64) or 1
+        self._helpers = HelperThreads()
+        self._opened: Pool | None = None
+        """Of the opener thread; read again only after it ended."""
+        self._error: HiSparseError | None = None
+        self._drain_deadline_s: float | None = None
+        self._next_expiry_s = 0.0
+        self._registrar: _Registrar | None = None
+        self._stop_when_drained = False
+
+    def run(self) -> None:
+        """Start, serve, and return after a stop that was asked for.
+
+        Raises:
+            ConfigError: The runtime directory, the pool or the settings cannot work.
+            InternalError: A broken invariant. The pool is kept for the successor.
+            HiSparseError: The pool could not be opened.
+        """
+        directory = self._settings.resolved_runtime_dir()
+        prepare_runtime_directory(directory)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(ProcessLock.acquire(directory / LOCK_NAME, role=Role.TOKEN))
+            self._serve(directory, stack)
+        if self._error is not None:
+            raise self._error
+
+    def _serve(self, directory: Path, stack: contextlib.ExitStack) -> None:
+        settings = self._settings
+        allowed = {os.geteuid(), *settings.server.allowed_uids}
+        transport = Transport(directory, allowed_uids=allowed)
+        stack.callback(transport.close)
+        watcher = stack.enter_context(PidWatcher())
+        self._state = state = self._make_state(transport, watcher)
+        self._loop = loop = ControlLoop(
+            state, transport, on_tick=self._on_tick, on_signal=self._on_signal
+        )
+        stack.callback(loop.close)
+        dispatcher = Dispatcher(state, authoriser=Authoriser(allowed), send=loop.send)
+        log.info(
+            "starting", endpoint=transport.control_endpoint, instance=settings.instance,
+            pid=os.getpid(), epoch=self._epoch, pool_bytes=settings.pool.bytes,
+        )  # fmt: skip
+        self._helpers.start("pool-opener", self._open_pool, restart=Restart.NEVER)
+        is_intact = False
+        try:
+            loop.run(dispatcher)
+            is_intact = True
+        except BrokenInvariantError as error:
+            log.critical("broken_invariant", error=str(error), exc_info=error)
+            self._error = InternalError(
+                f"a broken invariant stopped the daemon: {error}",
+                remedy="Report it with the log; start again: the published blocks are adopted",
+            )
+        finally:
+            self._stop(is_intact=is_intact)
+
+    def _make_state(self, transport: Transport, watcher: PidWatcher) -> ServerState:
+        settings, limits = self._settings, self._settings.limits
+        return ServerState(
+            options=ServerOptions(
+                instance=settings.instance,
+                daemon_version=hisparse_service.__version__,
+                epoch=self._epoch,
+                events_endpoint=transport.events_endpoint,
+                heartbeat_interval_s=limits.heartbeat_interval_s,
+                session_timeout_s=limits.session_timeout_s,
+                lease_ttl_s=limits.lease_ttl_s,
+                started_s=time.monotonic(),
+            ),
+            sessions=SessionTable(
+                timeout_s=limits.session_timeout_s, max_sessions=limits.max_sessions
+            ),
+            watcher=watcher,
+            events=EventPublisher(
+                transport.publisher, epoch=self._epoch, instance=settings.instance
+            ),
+            metrics=ServerMetrics(),
+            begin_drain=self._begin_drain,
+            describe_helpers=self._helpers.describe,
+        )
+
+    # --- start ------------------------------------------------------------------------------
+
+    def _open_pool(self, stopping: threading.Event) -> None:
+        """On the opener thread: create or adopt, then hand over to the loop."""
+        try:
+            pool = Pool.create_or_adopt(
+                self._pool_settings, progress=self._on_progress, cancel=stopping
+            )
+            self._opened = pool
+            for notice in pool.notices:
+                log.warning("pool_notice", notice=notice)
+            directory, entries = self._load_directory(pool)
+            registrar = self._start_registrar(pool)
+        except Cancelled:
+            return
+        except HiSparseError as error:
+            self._fail(error)
+            return
+        except Exception as error:
+            log.error("pool_opener_died", error=repr(error), exc_info=error)
+            self._fail(InternalError(f"opening the pool met a bug: {error!r}"))
+            return
+        self._loop.call_soon(lambda: self._on_pool_open(pool, directory, entries, registrar))
+
+    def _fail(self, error: HiSparseError) -> None:
+        self._error = error
+        self._loop.call_soon(lambda: self._loop.stop(f"the pool cannot be opened: {error.code}"))
+
+    def _on_progress(self, progress: Progress) -> None:
+        self._state.progress = progress.fraction
+        if self._listener is not None:
+            self._listener.on_progress(progress)
+
+    def _load_directory(self, pool: Pool) -> tuple[Directory, list[NamespaceEntry]]:
+        limits = self._settings.limits
+        directory = Directory(
+            epoch=self._epoch,
+            hash_seed=secrets.randbits(128),
+            lease_ttl_s=limits.lease_ttl_s,
+            writer_ttl_s=limits.writer_lease_ttl_s,
+            session_quota=Quota(max_leases=limits.max_leases_per_session),
+            event_sink=self._state.events.on_directory_event,
+        )
+        entries = []
+        for backing in pool.backings():
+            entry = _adopt_backing(directory, backing)
+            if entry is not None:
+                entries.append(entry)
+        return directory, entries
+
+    def _start_registrar(self, pool: Pool) -> _Registrar | None:
+        if not self._settings.cuda.register:
+            return None
+        from hisparse_service.pool.cuda import CudaRegistrar
+
+        registrar = CudaRegistrar(pool, gpu=max(0, self._settings.cuda.device))
+        registrar.start()
+        return _Registrar(registrar)
+
+    def _on_pool_open(
+        self,
+        pool: Pool,
+        directory: Directory,
+        entries: list[NamespaceEntry],
+        registrar: _Registrar | None,
+    ) -> None:
+        state = self._state
+        state.pool, state.loaded_directory = pool, directory
+        for client in state.clients.values():
+            directory.open_session(
+                client.session.session_id, group=client.hello.group, rank=client.hello.rank
+            )
+        for entry in entries:
+            add_namespace(state, entry)
+        self._registrar = registrar
+        state.progress = 1.0
+        if state.phase is Phase.STARTING:
+            state.phase = Phase.READY
+        endpoint = f"ipc://{self._settings.resolved_runtime_dir()}/control.sock"
+        log.info(
+            "ready", endpoint=endpoint, segment=pool.segment_name, pool_bytes=pool.size_bytes,
+            adopted=pool.adopted, namespaces=len(entries),
+            start_s=round(time.monotonic() - state.options.started_s, 3),
+        )  # fmt: skip
+        self._announce(endpoint)
+        if self._listener is not None:
+            self._listener.on_ready(endpoint, pool)
+
+    def _announce(self, endpoint: str) -> None:
+        if self._ready_fd >= 0:
+            with contextlib.suppress(OSError):
+                os.write(self._ready_fd, f"READY {endpoint}\n".encode())
+                os.close(self._ready_fd)
+            self._ready_fd = -1
+        notify_service_manager("READY=1")
+
+    # --- while it runs ----------------------------------------------------------------------
+
+    def _on_tick(self, now_s: float) -> None:
+        state = self._state
+        for client in state.clients.values():
+            if client.is_operator:  # no heartbeats: its socket and its pid tell of its end
+                state.sessions.touch(client.session, now_s=now_s)
+        for session in state.sessions.timed_out(now_s):
+            end_session(state, state.by_session[session.session_id], DeathCause.TIMED_OUT)
+        if state.loaded_directory is not None and now_s >= self._next_expiry_s:
+            result = state.directory.expire(now_s)
+            self._next_expiry_s = (
+                now_s if result.next_deadline_s is None else result.next_deadline_s
+            )
+            if result.expired:
+                log.warning("leases_expired", count=len(result.expired))
+        state.events.read_subscriptions()
+        state.events.tick(now_s)
+        self._helpers.check(now_s)
+        if self._registrar is not None:
+            self._registrar.poll()
+        state.metrics.snapshot = status_of(state, now_s)
+        self._check_drained(now_s)
+
+    def _on_signal(self, number: int) -> None:
+        if self._stop_when_drained:
+            log.info("signal_again", signal=number)
+            return
+        log.info("signal", signal=number)
+        self._begin_drain(time.monotonic() + self._settings.server.drain_timeout_s, True)
+
+    def _begin_drain(self, deadline_s: float, stop: bool) -> None:
+        state = self._state
+        if state.phase is Phase.READY:
+            state.phase = Phase.DRAINING
+        log.info("draining", workers=state.num_workers, stop=stop)
+        if stop:
+            before = self._drain_deadline_s if self._stop_when_drained else None
+            self._stop_when_drained = True
+            self._drain_deadline_s = deadline_s if before is None else min(before, deadline_s)
+            self._check_drained(time.monotonic())
+
+    def _check_drained(self, now_s: float) -> None:
+        if not self._stop_when_drained:
+            return
+        assert self._drain_deadline_s is not None
+        if self._state.num_workers == 0:
+            self._loop.stop("drained")
+        elif self._state.phase is Phase.STARTING:
+            self._loop.stop("stopped before it was ready")
+        elif now_s >= self._drain_deadline_s:
+            self._loop.stop("the drain's deadline passed")
+
+    # --- stop -------------------------------------------------------------------------------
+
+    def _stop(self, *, is_intact: bool) -> None:
+        """Give everything back. With workers attached, the pool stays for the successor."""
+        state = self._state
+        state.phase = Phase.STOPPED
+        notify_service_manager("STOPPING=1")
+        has_workers = state.num_workers > 0
+        stuck = self._helpers.stop(_HELPER_STOP_S)
+        if stuck:
+            log.error("helpers_stuck", helpers=stuck)
+        if self._registrar is not None:
+            self._registrar.close()
+        pool, self._opened = self._opened, None
+        if pool is None:
+            log.info("stopped", reason=self._loop.stop_reason, pool="none")
+            return
+        keeps = not is_intact or has_workers or pool.users_attached() or self._error is not None
+        self._drop_views()
+        try:
+            if keeps:
+                pool.keep()
+            else:
+                pool.release()
+        except UsageError as error:
+            log.error("pool_views_alive", error=str(error))
+        log.info(
+            "stopped", reason=self._loop.stop_reason, pool="kept" if keeps else "released",
+            segment=pool.segment_name, workers=state.num_workers,
+        )  # fmt: skip
+
+    def _drop_views(self) -> None:
+        """Every view of the mapping goes before the mapping does."""
+        state = self._state
+        for entry in state.namespaces.values():
+            state.events.set_table(entry.namespace_id, None)
+            entry.backing = None
+            if state.loaded_directory is not None:
+                state.directory.drop_namespace(entry.namespace_id)
+        state.namespaces.clear()
+        state.by_fingerprint.clear()
+        state.loaded_directory = None
+        state.pool = None
+
+
+class _Registrar:
+    """Polls the CUDA child and logs what changes."""
+
+    def __init__(self, registrar: object) -> None:
+        from hisparse_service.pool.cuda import CudaRegistrar
+
+        assert isinstance(registrar, CudaRegistrar)
+        self._registrar = registrar
+        self._last = ""
+
+    def poll(self) -> None:
+        """Log a new state."""
+        status = self._registrar.poll()
+        if status.state.value != self._last:
+            self._last = status.state.value
+            log.info(
+                "cuda_registration", state=self._last, registered_bytes=status.registered_bytes,
+                cuda_error=status.cuda_error, error=str(status.error or ""),
+            )  # fmt: skip
+
+    def close(self) -> None:
+        """End the child."""
+        self._registrar.close()
+
+
+def _adopt_backing(directory: Directory, backing: Backing) -> NamespaceEntry | None:
+    """Take a backing of an earlier daemon over; None where it cannot be understood."""
+    record = backing.record
+    try:
+        geometry = decode_geometry(record.geometry)
+        if geometry.pool_bytes(record.num_blocks) != record.payload_bytes:
+            raise ConfigError(
+                f"its payload has {record.payload_bytes} bytes, its geometry asks for "
+                f"{geometry.pool_bytes(record.num_blocks)}"
+            )
+        directory.open_namespace(
+            record.fingerprint, name=record.name, block_size=geometry.block_size,
+            namespace=record.namespace,
+        )  # fmt: skip
+    except HiSparseError as error:
+        log.error("backing_left_alone", backing=record.name, slot=backing.slot, error=str(error))
+        return None
+    report = directory.attach_backing(record.namespace, backing.table, mode=BackingMode.ADOPT)
+    log.info(
+        "backing_adopted", namespace=record.namespace, name=record.name, kept=report.kept,
+        unfinished=report.unfinished, corrupt=report.corrupt, orphans=report.orphans,
+        duplicates=report.duplicates,
+    )  # fmt: skip
+    return NamespaceEntry(
+        namespace_id=record.namespace, fingerprint=record.fingerprint, name=record.name,
+        geometry=geometry, geometry_blob=record.geometry,
+        key_space=key_space(record.fingerprint), backing=backing, is_adopted=True,
+    )  # fmt: skip
+
+
+def notify_service_manager(text: str) -> None:
+    """Tell systemd, when it started us (NOTIFY_SOCKET); nobody otherwise."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return
+    if address.startswith("@"):
+        address = "\0" + address[1:]
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.setblocking(False)
+        sender.sendto(text.encode(), address)

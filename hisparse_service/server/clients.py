@@ -1,0 +1,195 @@
+"""The beginning and the end of a session, whatever noticed it: one way in, one way out.
+
+What a session held goes back in one order: its running requests, its blocks, pins and leases, its
+registration turns, the namespaces that only it had opened, its pid watch, the session.
+Control loop only.
+"""
+
+from __future__ import annotations
+
+from hisparse_service.contract import limits
+from hisparse_service.contract import messages as m
+from hisparse_service.contract.errors import NotReady, ProtocolMismatch, QuotaExceeded
+from hisparse_service.membership.credentials import Authoriser, parse_peer_address
+from hisparse_service.membership.liveness import WatchResult
+from hisparse_service.membership.sessions import DeathCause, Identity
+from hisparse_service.server.state import Client, Phase, ServerState
+from hisparse_service.telemetry.logs import get_logger
+
+MAX_COUNTERS_PER_SESSION = 256
+
+log = get_logger()
+
+
+def hello_reply(state: ServerState, client: Client, request_id: int) -> m.HelloReply:
+    """What a session is told of the daemon."""
+    options = state.options
+    return m.HelloReply(
+        request_id=request_id, epoch=options.epoch, protocol=client.session.identity.version,
+        session_id=client.session.session_id, heartbeat_interval_s=options.heartbeat_interval_s,
+        session_timeout_s=options.session_timeout_s, instance=options.instance,
+        daemon_version=options.daemon_version, events_endpoint=options.events_endpoint,
+    )  # fmt: skip
+
+
+def begin_session(
+    state: ServerState,
+    authoriser: Authoriser,
+    hello: m.Hello,
+    *,
+    routing_id: bytes,
+    peer_address: str,
+    connection_fd: int,
+    now_s: float,
+) -> Client:
+    """Make the session of a connection, ALIVE.
+
+    A repeated Hello (its reply was lost) gets the session that is there.
+
+    Raises:
+        NotAuthorised: The kernel's credentials are missing or not allowed.
+        ProtocolMismatch: No common version.
+        NotReady: The daemon drains.
+        QuotaExceeded: Too many sessions.
+        UsageError: The connection has a session with another identity.
+    """
+    credentials = parse_peer_address(peer_address)
+    authoriser.check(credentials)
+    version = negotiate(hello)
+    known = state.clients.get(routing_id)
+    if known is not None and _same_identity(known.hello, hello):
+        return known
+    if state.phase is not Phase.STARTING and state.phase is not Phase.READY and not hello.operator:
+        raise draining(state)
+    _end_predecessor(state, connection_fd, routing_id)
+    session = state.sessions.create(
+        routing_id,
+        credentials,
+        Identity(
+            name=hello.client_name, group=hello.group, rank=hello.rank,
+            world_size=hello.world_size, device_uuid=hello.device_uuid, version=version,
+        ),
+        now_s=now_s,
+    )  # fmt: skip
+    client = Client(
+        session=session, peer_address=peer_address, connection_fd=connection_fd,
+        is_operator=hello.operator, hello=hello,
+    )  # fmt: skip
+    state.clients[routing_id] = client
+    state.by_session[session.session_id] = client
+    state.by_connection[connection_fd] = routing_id
+    if state.loaded_directory is not None:
+        state.directory.open_session(session.session_id, group=hello.group, rank=hello.rank)
+    watched = state.watcher.watch(session.session_id, credentials.pid)
+    state.sessions.welcome(session)
+    state.metrics.sessions_total += 1
+    log.info(
+        "session_opened", session=session.session_id, pid=credentials.pid, uid=credentials.uid,
+        client=hello.client_name, group=hello.group, rank=hello.rank, operator=hello.operator,
+        pid_watched=watched is WatchResult.WATCHED,
+    )  # fmt: skip
+    return client
+
+
+def end_session(state: ServerState, client: Client, cause: DeathCause) -> None:
+    """Give back all that a session held. Idempotent."""
+    session = client.session
+    if not state.sessions.mark_dead(session, cause):
+        return
+    for pending in client.pending:
+        if pending.work is not None:
+            pending.work.cancel()
+    client.pending.clear()
+    returned_blocks = dropped_pins = 0
+    if state.loaded_directory is not None:
+        ended = state.directory.session_died(session.session_id)
+        returned_blocks, dropped_pins = ended.returned_blocks, ended.dropped_pins
+    for entry in list(state.namespaces.values()):
+        if session.session_id in entry.turns:
+            entry.turns.remove(session.session_id)
+        entry.openers.discard(session.session_id)
+        if entry.backing is None and not entry.openers:
+            drop_namespace(state, entry.namespace_id)
+    state.watcher.unwatch(session.session_id)
+    state.clients.pop(session.routing_id, None)
+    state.by_session.pop(session.session_id, None)
+    if state.by_connection.get(client.connection_fd) == session.routing_id:
+        del state.by_connection[client.connection_fd]
+    state.sessions.forget(session)
+    state.metrics.count_death(cause.value)
+    log.info(
+        "session_ended", session=session.session_id, cause=cause.value,
+        returned_blocks=returned_blocks, dropped_pins=dropped_pins,
+    )  # fmt: skip
+
+
+def drop_namespace(state: ServerState, namespace_id: int) -> None:
+    """Forget a namespace without a backing: it is in nobody's way, and ids are few."""
+    entry = state.namespaces.pop(namespace_id)
+    del state.by_fingerprint[entry.fingerprint]
+    state.directory.drop_namespace(namespace_id)
+
+
+def end_connection(state: ServerState, connection_fd: int) -> None:
+    """The monitor says that this connection closed."""
+    routing_id = state.by_connection.get(connection_fd)
+    client = state.clients.get(routing_id) if routing_id is not None else None
+    if client is not None:
+        end_session(state, client, DeathCause.DISCONNECTED)
+
+
+def negotiate(hello: m.Hello) -> int:
+    """The highest version that both sides speak.
+
+    Raises:
+        ProtocolMismatch: There is none.
+    """
+    low = max(hello.protocol_min, limits.PROTOCOL_MIN)
+    high = min(hello.protocol_max, limits.PROTOCOL_MAX)
+    if low > high:
+        raise ProtocolMismatch(
+            f"the client speaks versions {hello.protocol_min} to {hello.protocol_max}, this daemon "
+            f"{limits.PROTOCOL_MIN} to {limits.PROTOCOL_MAX}",
+            remedy="Upgrade the older of the two",
+            client_min=hello.protocol_min, client_max=hello.protocol_max,
+            daemon_min=limits.PROTOCOL_MIN, daemon_max=limits.PROTOCOL_MAX,
+        )  # fmt: skip
+    return high
+
+
+def keep_counters(client: Client, counters: dict[str, float]) -> None:
+    """Remember what a worker reports of itself, up to a bound.
+
+    Raises:
+        QuotaExceeded: More names than are kept.
+    """
+    if len(counters) > MAX_COUNTERS_PER_SESSION:
+        raise QuotaExceeded(
+            f"{len(counters)} counters in a heartbeat, the limit is {MAX_COUNTERS_PER_SESSION}",
+            remedy="Report fewer",
+            limit=MAX_COUNTERS_PER_SESSION, value=len(counters),
+        )  # fmt: skip
+    client.counters = counters
+
+
+def draining(state: ServerState) -> NotReady:
+    """The error for what a draining daemon no longer does."""
+    return NotReady(
+        "the daemon is draining: it takes no new session and gives out nothing new",
+        remedy="Connect to its successor, or wait until it is started again",
+        progress=state.progress,
+    )
+
+
+def _same_identity(left: m.Hello, right: m.Hello) -> bool:
+    return all(
+        getattr(left, name) == getattr(right, name)
+        for name in ("client_name", "group", "rank", "world_size", "device_uuid", "operator")
+    )
+
+
+def _end_predecessor(state: ServerState, connection_fd: int, routing_id: bytes) -> None:
+    """A descriptor has one connection: an older session with this one's number is gone."""
+    older = state.by_connection.get(connection_fd)
+    if older is not None and older != routing_id:
+        end_connection(state, connection_fd)

@@ -1,0 +1,213 @@
+"""Requests about blocks: arrays in, arrays out; all meaning is the directory's. Control loop."""
+
+# ruff: noqa: ARG001  (all handlers take the same four arguments)
+
+from __future__ import annotations
+
+from hisparse_service.contract import messages as m
+from hisparse_service.contract.errors import ForeignKeys, HiSparseError
+from hisparse_service.contract.limits import LOOKUP_SLICE_KEYS
+from hisparse_service.contract.messages import u32_array, u64_array
+from hisparse_service.directory.lookup import Lookup
+from hisparse_service.directory.results import LookupResult, MirrorItem, PinResult, ReserveResult
+from hisparse_service.server.handlers_backing import entry_of
+from hisparse_service.server.state import Client, LongRequest, Phase, ServerState
+
+
+def _blocks_reply(
+    state: ServerState, request_id: int, result: ReserveResult | LookupResult
+) -> m.BlocksReply:
+    return m.BlocksReply(
+        request_id, state.options.epoch, result.lease_id, int(result.deadline_s * 1e9),
+        result.blocks.tobytes(), result.generations.tobytes(),
+    )  # fmt: skip
+
+
+def reserve(state: ServerState, client: Client, request: m.Reserve, now_s: float) -> m.Reply:
+    """Blocks to write."""
+    result = state.directory.reserve(
+        client.session.session_id, request.namespace_id, request.num_blocks, request.lease_id,
+        now_s=now_s,
+    )  # fmt: skip
+    return _blocks_reply(state, request.request_id, result)
+
+
+class LookupRequest:
+    """A Lookup of many keys, a slice at a time."""
+
+    def __init__(self, state: ServerState, request_id: int, lookup: Lookup) -> None:
+        self._state = state
+        self._request_id = request_id
+        self._lookup = lookup
+
+    def step(self) -> bool:
+        """Look up one slice."""
+        return self._lookup.step(LOOKUP_SLICE_KEYS)
+
+    def finish(self, now_s: float) -> m.Reply:
+        """The blocks found."""
+        return _blocks_reply(self._state, self._request_id, self._lookup.finish(now_s))
+
+    def cancel(self) -> None:
+        """Drop the lease if this lookup made it."""
+        self._lookup.cancel()
+
+
+def lookup(
+    state: ServerState, client: Client, request: m.Lookup, now_s: float
+) -> m.Reply | LongRequest:
+    """The longest published prefix; one slice at once, the rest between other requests."""
+    m.num_keys(request.keys)
+    running = state.directory.begin_lookup(
+        client.session.session_id, request.namespace_id, request.key_space, request.keys,
+        request.lease_id, now_s=now_s,
+    )  # fmt: skip
+    if len(request.keys) > LOOKUP_SLICE_KEYS * 16:
+        return LookupRequest(state, request.request_id, running)
+    running.step(LOOKUP_SLICE_KEYS)
+    return _blocks_reply(state, request.request_id, running.finish(now_s))
+
+
+def pin(state: ServerState, client: Client, request: m.Pin, now_s: float) -> m.Reply:
+    """Pin by handle: the reply repeats the handles."""
+    result: PinResult = state.directory.pin(
+        client.session.session_id, request.namespace_id, request.lease_id,
+        u32_array(request.blocks, what="blocks"),
+        u32_array(request.generations, what="generations"), now_s=now_s,
+    )  # fmt: skip
+    return m.BlocksReply(
+        request.request_id, state.options.epoch, result.lease_id, int(result.deadline_s * 1e9),
+        request.blocks, request.generations,
+    )  # fmt: skip
+
+
+def unpin(
+    state: ServerState,
+    client: Client,
+    request: m.Unpin,
+    now_s: float,
+) -> m.Reply:
+    """Drop pins."""
+    state.directory.unpin(
+        client.session.session_id, request.namespace_id, request.lease_id,
+        u32_array(request.blocks, what="blocks"),
+    )  # fmt: skip
+    return m.Done(request.request_id, state.options.epoch)
+
+
+def mirror_batch(
+    state: ServerState, client: Client, request: m.MirrorBatch, now_s: float
+) -> m.Reply:
+    """Enqueued, completed and further reservations of one decode step.
+
+    Enqueued goes first: RESERVED to WRITING loses nothing if the completed part is then refused.
+    """
+    directory, session_id = state.directory, client.session.session_id
+    _check_key_space(state, request)
+    if request.enqueued:
+        directory.mirror_enqueued(
+            session_id,
+            request.namespace_id,
+            [
+                MirrorItem(
+                    lease_id=item.lease_id,
+                    blocks=u32_array(item.blocks, what="blocks"),
+                    generations=u32_array(item.generations, what="generations"),
+                )
+                for item in request.enqueued
+            ],
+        )
+    canonical_blocks = canonical_generations = b""
+    if request.completed:
+        completed = directory.mirror_completed(
+            session_id, request.namespace_id, [_completed_item(item) for item in request.completed]
+        )
+        canonical_blocks = b"".join([item.blocks.tobytes() for item in completed])
+        canonical_generations = b"".join([item.generations.tobytes() for item in completed])
+    touched = {item.lease_id for item in request.completed}
+    touched.update(item.lease_id for item in request.enqueued)
+    directory.renew(session_id, touched, now_s=now_s)
+    return m.MirrorReply(
+        request.request_id, state.options.epoch, canonical_blocks, canonical_generations,
+        int((now_s + state.options.lease_ttl_s) * 1e9),
+        [_reserve_item(state, session_id, request.namespace_id, item, now_s)
+         for item in request.reserve],
+        directory.counts(request.namespace_id).free,
+    )  # fmt: skip
+
+
+def _completed_item(item: m.CompletedItem) -> MirrorItem:
+    m.num_keys(item.keys)
+    return MirrorItem(
+        lease_id=item.lease_id,
+        blocks=u32_array(item.blocks, what="blocks"),
+        generations=u32_array(item.generations, what="generations"),
+        keys=item.keys,
+        parent=item.parent,
+        parent_generation=item.parent_generation,
+        checksums=u64_array(item.checksums, what="checksums") if item.checksums else None,
+    )
+
+
+def _reserve_item(
+    state: ServerState, session_id: int, namespace_id: int, item: m.ReserveItem, now_s: float
+) -> m.ReservedItem:
+    if state.phase is not Phase.READY:
+        return m.ReservedItem(item.lease_id, b"", b"")
+    try:
+        got = state.directory.reserve(
+            session_id, namespace_id, item.num_blocks, item.lease_id, now_s=now_s
+        )
+    except HiSparseError:
+        # What was published above stays published: an error here would hide that.
+        return m.ReservedItem(item.lease_id, b"", b"")
+    return m.ReservedItem(got.lease_id, got.blocks.tobytes(), got.generations.tobytes())
+
+
+def _check_key_space(state: ServerState, request: m.MirrorBatch) -> None:
+    entry = entry_of(state, request.namespace_id)
+    if request.completed and request.key_space != entry.key_space:
+        raise ForeignKeys(
+            f"the keys were made for another namespace than {entry.namespace_id} ({entry.name})",
+            remedy="Make keys with the fingerprint that this namespace was opened with",
+            namespace=entry.namespace_id,
+        )
+
+
+def abandon(
+    state: ServerState,
+    client: Client,
+    request: m.Abandon,
+    now_s: float,
+) -> m.Reply:
+    """Reserved blocks go back unpublished."""
+    blocks = u32_array(request.blocks, what="blocks") if request.blocks else None
+    state.directory.abandon(
+        client.session.session_id, request.namespace_id, request.lease_id, blocks
+    )
+    return m.Done(request.request_id, state.options.epoch)
+
+
+def free(
+    state: ServerState,
+    client: Client,
+    request: m.Free,
+    now_s: float,
+) -> m.Reply:
+    """Blocks of a lease are no longer wanted."""
+    state.directory.free(
+        client.session.session_id, request.namespace_id, request.lease_id,
+        u32_array(request.blocks, what="blocks"),
+    )  # fmt: skip
+    return m.Done(request.request_id, state.options.epoch)
+
+
+def release_leases(
+    state: ServerState,
+    client: Client,
+    request: m.ReleaseLeases,
+    now_s: float,
+) -> m.Reply:
+    """Requests ended. Leases that are lost already are released already."""
+    state.directory.release_leases(client.session.session_id, request.lease_ids)
+    return m.Done(request.request_id, state.options.epoch)

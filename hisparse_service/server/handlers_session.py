@@ -1,0 +1,33 @@
+"""Requests about the session itself: Ping and Bye. Hello is the dispatcher's. Control loop."""
+
+# ruff: noqa: ARG001  (all handlers take the same four arguments)
+
+from __future__ import annotations
+
+from hisparse_service.contract import messages as m
+from hisparse_service.membership.sessions import DeathCause
+from hisparse_service.server.clients import end_session, keep_counters
+from hisparse_service.server.state import Client, ServerState
+
+
+def ping(state: ServerState, client: Client, request: m.Ping, now_s: float) -> m.Reply:
+    """Heartbeat: renews the leases named, and the session's writer leases."""
+    if request.counters:
+        keep_counters(client, request.counters)
+    lost: list[int] = []
+    if request.renew_leases and state.loaded_directory is None:
+        lost = list(request.renew_leases)
+    elif state.loaded_directory is not None and not client.is_operator:
+        lost = state.directory.renew(client.session.session_id, request.renew_leases, now_s=now_s)
+    return m.Pong(
+        request.request_id,
+        state.options.epoch,
+        int((now_s + state.options.lease_ttl_s) * 1e9),
+        lost,
+    )
+
+
+def bye(state: ServerState, client: Client, request: m.Bye, now_s: float) -> m.Reply:
+    """The session ends; the reply is the last thing it hears."""
+    end_session(state, client, DeathCause.BYE)
+    return m.Done(request.request_id, state.options.epoch)
