@@ -3,10 +3,10 @@
 Threads take chunks in turn and stay in the kernel, without the GIL, for each. The calling thread
 starts them, reports progress, and waits; when it returns or raises, no thread is left.
 
-Two methods. `POPULATE_WRITE` zeroes and maps the pages in parallel, and a worker that maps the pool
-later only builds page tables. `FALLOCATE` only takes the pages from the kernel, under one lock
-however many threads call it, and leaves zeroing to the first touch. On 2 cores with 2 GiB the sum of
-both steps is the same (3.7 + 0.5 s against 1.5 + 2.3 s), so the question is who pays: here the
+Two methods. `POPULATE_WRITE` zeroes and maps the pages in parallel, and a worker that maps the
+pool later only builds page tables. `FALLOCATE` only takes the pages from the kernel, under one lock
+however many threads call it, and leaves zeroing to the first touch. On 2 cores with 2 GiB the sum
+of both steps is the same (3.7 + 0.5 s against 1.5 + 2.3 s), so the question is who pays: here the
 daemon does, once, with all cores, and not the first worker's attach, which somebody waits for.
 `benchmarks/bench_populate.py` prints both steps; `PoolSettings.populate_method` chooses.
 """
