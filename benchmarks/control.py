@@ -94,7 +94,10 @@ def wait_ready(runtime: str, *, deadline_s: float = 120.0) -> None:
     while True:
         try:
             with connect(runtime, client_name="bench-wait") as client:
-                open_bench(client).attach(2, cuda=CudaUse.OFF)
+                # Its own namespace: who attaches first decides how many blocks there are.
+                client.open_namespace(
+                    model="bench-ready", kv_dtype="uint8", geometry=GEOMETRY
+                ).attach(2, cuda=CudaUse.OFF)
                 return
         except Exception:
             if time.monotonic() > end:
