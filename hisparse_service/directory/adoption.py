@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from hisparse_service.contract.segment import BlockState, record_checks
 from hisparse_service.directory.index import Blocks, Keys
-from hisparse_service.directory.results import AdoptionReport
+from hisparse_service.directory.results import AdoptionReport, UnfinishedBlocks
 
 _CORRUPT_GENERATION_STEP: Final = 257
 """Added to the generation of a record that fails its check: any one flipped byte changes a
@@ -43,15 +43,23 @@ class Survivors:
     """u32 [num_blocks]: of each block from now on."""
     given_up: Blocks
     """Blocks that are free from now on and whose generation changed."""
+    held: Blocks
+    """Blocks that stay RESERVED or WRITING, with their generation."""
     report: AdoptionReport
 
 
-def find_survivors(table: npt.NDArray[Any], *, namespace: int) -> Survivors:
+def find_survivors(
+    table: npt.NDArray[Any],
+    *,
+    namespace: int,
+    unfinished_blocks: UnfinishedBlocks = UnfinishedBlocks.FREE,
+) -> Survivors:
     """Scan a table; changes nothing.
 
     Args:
         table: `RECORD_DTYPE` [num_blocks].
         namespace: Records of another one are not believed.
+        unfinished_blocks: What becomes of blocks that were being written.
     """
     num_blocks = len(table)
     state = table["state"]
@@ -72,7 +80,10 @@ def find_survivors(table: npt.NDArray[Any], *, namespace: int) -> Survivors:
 
     unfinished = (state != BlockState.FREE) & ~published & ~corrupt
     unfinished[0] = False
-    given_up = (sound & ~kept) | unfinished | corrupt
+    held = np.zeros(num_blocks, np.bool_)
+    if unfinished_blocks is UnfinishedBlocks.HOLD:
+        held = unfinished & (state != BlockState.EVICTING) & (generation != 0)
+    given_up = (sound & ~kept) | (unfinished & ~held) | corrupt
     generation[given_up] += np.uint32(1)
     generation[corrupt] += np.uint32(_CORRUPT_GENERATION_STEP - 1)
     generation[generation == 0] = 1
@@ -89,6 +100,7 @@ def find_survivors(table: npt.NDArray[Any], *, namespace: int) -> Survivors:
         last_use=_ranks(rows["last_use"]),
         generations=generation,
         given_up=np.flatnonzero(given_up),
+        held=np.flatnonzero(held),
         report=AdoptionReport(
             kept=len(blocks),
             unfinished=int(np.count_nonzero(unfinished)),

@@ -22,7 +22,7 @@ from hisparse_service.directory.columns import BlockColumns
 from hisparse_service.directory.eviction import LeastRecentlyUsed
 from hisparse_service.directory.index import Blocks, KeyIndex, Keys
 from hisparse_service.directory.records import RecordTable
-from hisparse_service.directory.results import AdoptionReport, Counts
+from hisparse_service.directory.results import AdoptionReport, Counts, UnfinishedBlocks
 from hisparse_service.directory.states import (
     BLOCK_EVENT_ALLOWED,
     BlockEvent,
@@ -76,20 +76,31 @@ class BlockDirectory:
     def start_fresh(self) -> None:
         """Make every block free, with a generation that it did not have before."""
         everything = np.arange(1, self.num_blocks)
+        self._records.store_state_one(0, BlockState.FREE)
         self._records.store_state(everything, BlockState.FREE)
         found = self._records.table["generation"].astype(np.uint32)
         self.columns.generation[1:] = next_generations(found)[1:]
         self._records.store_generation(everything, self.columns.generation[1:])
         self._set_free(everything)
 
-    def adopt(self) -> AdoptionReport:
+    def adopt(self, *, holder: int = 0) -> tuple[AdoptionReport, Blocks]:
         """Rebuild everything from the table of an earlier daemon.
 
         Published blocks that pass every check come back with key, parent and order of use; the rest
-        becomes free with a new generation.
+        becomes free with a new generation, except those that were being written where a `holder`
+        takes them.
+
+        Returns:
+            What was found, and the blocks that `holder` holds now.
         """
-        found = find_survivors(self._records.table, namespace=self._namespace)
+        found = find_survivors(
+            self._records.table,
+            namespace=self._namespace,
+            unfinished_blocks=UnfinishedBlocks.HOLD if holder else UnfinishedBlocks.FREE,
+        )
         self._free_the_rest(found)
+        self.columns.state[found.held] = self._records.table["state"][found.held]
+        self.columns.holder[found.held] = holder
         kept, columns = found.blocks, self.columns
         columns.state[kept] = BlockState.PUBLISHED
         columns.parent[kept] = found.parents
@@ -102,19 +113,25 @@ class BlockDirectory:
         self._num_published = len(kept)
         self._tick = int(found.last_use.max()) if len(kept) else 0
         self._eviction.rebuild()
-        return found.report
+        return found.report, found.held
+
+    def hand_over(self, blocks: Blocks, *, holder: int) -> None:
+        """RESERVED, WRITING: from now on another lease's."""
+        self.columns.holder[blocks] = holder
 
     def _free_the_rest(self, found: Survivors) -> None:
         columns = self.columns
         columns.generation[:] = found.generations
         columns.generation[0] = 1
         rest = found.given_up
+        self._records.store_state_one(0, BlockState.FREE)
         self._records.store_state(rest, BlockState.EVICTING)
         self._records.store_generation(rest, columns.generation[rest])
         self._records.store_state(rest, BlockState.FREE)
         free = np.ones(self.num_blocks, np.bool_)
         free[0] = False
         free[found.blocks] = False
+        free[found.held] = False
         self._set_free(np.flatnonzero(free))
 
     def _set_free(self, blocks: Blocks) -> None:

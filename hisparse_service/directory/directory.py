@@ -139,6 +139,8 @@ class Directory:
         self._leases = LeaseTable(ttl_s=lease_ttl_s)
         self._namespaces: dict[int, Namespace] = {}
         self._accounts: dict[int, SessionAccount] = {}
+        self._caretaker = SessionAccount(SessionId(0), "", 0)
+        """Holds what an earlier daemon's clients were writing; no session has this id."""
 
     @property
     def epoch(self) -> int:
@@ -194,7 +196,12 @@ class Directory:
         return opened
 
     def attach_backing(
-        self, namespace: int, table: npt.NDArray[Any], *, mode: BackingMode
+        self,
+        namespace: int,
+        table: npt.NDArray[Any],
+        *,
+        mode: BackingMode,
+        now_s: float | None = None,
     ) -> AdoptionReport:
         """Take over the namespace's block table; the directory is its only writer from now on.
 
@@ -203,6 +210,8 @@ class Directory:
             table: `RECORD_DTYPE` [num_blocks], writable, contiguous. Borrowed until
                 `drop_namespace`, which drops every view of it.
             mode: Whether to keep what is published in it.
+            now_s: When adopting, keep what was being written for a lease's time from now, so that
+                its writers can `reclaim` it; None: it becomes free at once.
 
         Raises:
             UsageError: There is a backing already, or the array is not such a table.
@@ -214,11 +223,26 @@ class Directory:
             raise UsageError(f"{len(table)} blocks, the limit is {MAX_BLOCKS_PER_BACKING}")
         blocks = BlockDirectory(table, namespace=namespace, hash_seed=self._hash_seed)
         if mode is BackingMode.ADOPT:
-            report = blocks.adopt()
+            report = self._adopt(owner, blocks, now_s)
         else:
             blocks.start_fresh()
             report = AdoptionReport(kept=0, unfinished=0, corrupt=0, orphans=0, duplicates=0)
         owner.attached = blocks
+        return report
+
+    def _adopt(
+        self, owner: Namespace, blocks: BlockDirectory, now_s: float | None
+    ) -> AdoptionReport:
+        if now_s is None:
+            return blocks.adopt()[0]
+        lease = self._leases.grant(self._caretaker, owner.namespace, now_s=now_s)
+        report, held = blocks.adopt(holder=lease.lease_id)
+        if not held.size:
+            self._leases.end(lease, LeaseEvent.RELEASE)
+            return report
+        lease.reserved.update(held.tolist())
+        owner.charge(lease, reserved=len(held), leases=1)
+        owner.orphans = lease
         return report
 
     def drop_namespace(self, namespace: int) -> NamespaceEnd:
@@ -230,7 +254,8 @@ class Directory:
         lost = []
         for lease in self._leases.leases():
             if lease.namespace == namespace:
-                lost.append((lease.account.session_id, lease.lease_id))
+                if lease.account is not self._caretaker:
+                    lost.append((lease.account.session_id, lease.lease_id))
                 self._end_lease(owner, lease, LeaseEvent.REVOKE)
         if owner.attached is not None:
             owner.attached.detach()
@@ -256,15 +281,23 @@ class Directory:
     def session_died(self, session: int) -> SessionEnd:
         """End a session, however it ended. Unknown or dead ones are ignored.
 
-        Its unpublished blocks return, its pins end, its published blocks stay (I9).
+        Its unpublished blocks return, its pins end, its published blocks stay (I9). While another
+        session of its group lives, that one inherits the unpublished blocks and they return with
+        the last: an engine's workers may still be copying into blocks that its scheduler, which
+        died, had reserved (I1).
         """
         account = self._accounts.get(session)
         if account is None:
             return SessionEnd(returned_blocks=0, dropped_pins=0, leases=0, yielded=())
         num_blocks = num_pins = 0
         leases = list(account.leases.values())
+        heir = self._heir(account)
         for lease in leases:
             owner = self._namespaces[lease.namespace]
+            if heir is not None and lease.reserved:
+                num_pins += owner.unpin_all(lease)
+                self._inherit(owner, lease, heir)
+                continue
             returned, dropped = self._end_lease(owner, lease, LeaseEvent.REVOKE)
             num_blocks += returned
             num_pins += dropped
@@ -276,6 +309,20 @@ class Directory:
                 yielded.append((owner.namespace, account.group))
         del self._accounts[session]
         return SessionEnd(num_blocks, num_pins, len(leases), yielded)
+
+    def _heir(self, account: SessionAccount) -> SessionAccount | None:
+        if not account.group:
+            return None
+        others = (a for a in self._accounts.values() if a.group == account.group)
+        return next((a for a in others if a is not account), None)
+
+    def _inherit(self, owner: Namespace, lease: Lease, heir: SessionAccount) -> None:
+        held = len(lease.reserved)
+        owner.charge(lease, reserved=-held, leases=-1)
+        del lease.account.leases[lease.lease_id]
+        lease.account = heir
+        heir.leases[lease.lease_id] = lease
+        owner.charge(lease, reserved=held, leases=1)
 
     def take_writer(
         self, group: str, namespace: int, session: int, *, rank: int, now_s: float
@@ -361,6 +408,59 @@ class Directory:
             as_u32(blocks),
             owner.blocks.columns.generation[blocks],
         )
+
+    @_counts_refusals
+    def reclaim(
+        self,
+        session: int,
+        namespace: int,
+        lease_id: int,
+        blocks: U32Array,
+        generations: U32Array,
+        *,
+        now_s: float,
+    ) -> ReserveResult:
+        """Take blocks back that were being written when an earlier daemon ended.
+
+        Args:
+            session: Who had reserved them.
+            namespace: Where.
+            lease_id: A lease that gets them (renewed by this); 0 makes one.
+            blocks: u32 [n]
+            generations: u32 [n]: as they were; others are not given.
+            now_s: Monotonic time.
+
+        Returns:
+            Those that the lease holds now, in the order asked; the rest is lost.
+
+        Raises:
+            QuotaExceeded: Of the session or the namespace.
+            LeaseLost: Also without the group's writer lease.
+        """
+        account, owner = self._writer(session, namespace)
+        if len(blocks) != len(generations):
+            raise UsageError(f"{len(blocks)} blocks with {len(generations)} generations")
+        wanted = _distinct(owner, blocks)
+        columns, orphans = owner.blocks.columns, owner.orphans
+        lease = self._leases.require_live(account, owner.namespace, lease_id) if lease_id else None
+        if orphans is not None:
+            good = columns.holder[wanted] == orphans.lease_id
+            wanted = wanted[good & (columns.generation[wanted] == generations)]
+        else:
+            wanted = wanted[:0]
+        owner.check_quota(account, reserved=len(wanted), leases=lease is None)
+        lease = self._renewed(account, owner, lease, now_s)
+        if orphans is not None:
+            owner.hand_over(orphans, lease, wanted)
+            if not orphans.reserved:
+                self._end_orphans(owner, orphans)
+        return ReserveResult(
+            lease.lease_id, lease.deadline_s, as_u32(wanted), columns.generation[wanted]
+        )
+
+    def _end_orphans(self, owner: Namespace, orphans: Lease) -> None:
+        owner.orphans = None
+        self._end_lease(owner, orphans, LeaseEvent.EXPIRE)
 
     @_counts_refusals
     def begin_lookup(
@@ -645,6 +745,10 @@ class Directory:
         expired = []
         for lease in self._leases.pop_due(now_s):
             owner = self._namespaces[lease.namespace]
+            if lease.account is self._caretaker:
+                # Nobody came for these: their writers are gone.
+                self._end_orphans(owner, lease)
+                continue
             owner.statistics.leases_expired += 1
             expired.append((lease.account.session_id, lease.lease_id))
             if lease.reserved:
@@ -726,7 +830,7 @@ class Directory:
     def check_invariants(self) -> None:
         """Recount everything from scratch; AssertionError where it does not agree. For tests."""
         per_namespace = {key: Usage() for key in self._namespaces}
-        for account in self._accounts.values():
+        for account in (*self._accounts.values(), self._caretaker):
             total = Usage()
             for lease in account.leases.values():
                 for usage in (total, per_namespace[lease.namespace]):

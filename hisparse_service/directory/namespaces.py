@@ -108,6 +108,8 @@ class Namespace:
         self.statistics = Statistics()
         self.writers: dict[str, WriterLease] = {}
         self.attached: BlockDirectory | None = None
+        self.orphans: Lease | None = None
+        """What an earlier daemon's clients were writing, until they take it back."""
         self._event_sink = event_sink
 
     @property
@@ -186,6 +188,15 @@ class Namespace:
             lease.reserved.difference_update(blocks.tolist())
             self.charge(lease, reserved=-len(blocks))
             self.statistics.abandoned += len(blocks)
+
+    def hand_over(self, old: Lease, new: Lease, blocks: Blocks) -> None:
+        """Blocks that one lease reserved become another's."""
+        self.blocks.hand_over(blocks, holder=new.lease_id)
+        moved = blocks.tolist()
+        old.reserved.difference_update(moved)
+        new.reserved.update(moved)
+        self.charge(old, reserved=-len(moved))
+        self.charge(new, reserved=len(moved))
 
     # --- read part of a lease ---------------------------------------------------------------
 

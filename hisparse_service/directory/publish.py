@@ -129,6 +129,8 @@ class _PlannedOne:
     checksum: int
     canonical: int
     """Where the key is (going to be) published already; 0 = nowhere."""
+    keep: bool
+    """Whether the own block of a duplicate stays reserved."""
 
 
 @dataclass(slots=True)
@@ -143,6 +145,7 @@ class _PlannedMany:
     """canonical where there is one, else blocks"""
     parents: Blocks
     depths: npt.NDArray[np.uint32]
+    keep: bool
 
 
 @dataclass(slots=True)
@@ -235,7 +238,9 @@ class MirrorPlan:
         ahead.seen.add(block)
         checksums = item.checksums
         checksum = int(checksums[0]) if checksums is not None and len(checksums) else 0
-        self._planned.append(_PlannedOne(lease, block, key, parent, checksum, canonical))
+        self._planned.append(
+            _PlannedOne(lease, block, key, parent, checksum, canonical, item.keep_duplicates)
+        )
 
     def _add_many(self, item: MirrorItem, lease: Lease) -> _PlannedMany:
         ahead = self._ahead
@@ -261,7 +266,10 @@ class MirrorPlan:
             self._check_same_parent(int(canonical[at]), int(parents[at]))
         depths = np.arange(first_depth, first_depth + len(blocks), dtype=np.uint32)
         checksums = item.checksums if item.checksums is not None and len(item.checksums) else None
-        planned = _PlannedMany(lease, blocks, keys, checksums, canonical, resolved, parents, depths)
+        planned = _PlannedMany(
+            lease, blocks, keys, checksums, canonical, resolved, parents, depths,
+            item.keep_duplicates,
+        )  # fmt: skip
         self._planned.append(planned)
         return planned
 
@@ -356,7 +364,7 @@ class MirrorPlan:
         blocks = namespace.blocks
         if planned.canonical:
             block = planned.canonical
-            self._merge(lease, as_blocks([planned.block]), as_blocks([block]), tick)
+            self._merge(planned, as_blocks([planned.block]), as_blocks([block]), tick)
         else:
             low, high = _halves(planned.key)
             blocks.publish_one(
@@ -391,22 +399,26 @@ class MirrorPlan:
         new_blocks += fresh_list
         new_keys.append(keys.tobytes())
         if len(fresh) < len(blocks):
-            self._merge(lease, blocks[~is_new], planned.canonical[~is_new], tick)
+            self._merge(planned, blocks[~is_new], planned.canonical[~is_new], tick)
         return CompletedItem(
             as_u32(planned.resolved), namespace.blocks.columns.generation[planned.resolved]
         )
 
-    def _merge(self, lease: Lease, losers: Blocks, canonical: Blocks, tick: int) -> None:
-        namespace = self._namespace
+    def _merge(
+        self, planned: _PlannedOne | _PlannedMany, losers: Blocks, canonical: Blocks, tick: int
+    ) -> None:
+        namespace, lease = self._namespace, planned.lease
         missing = namespace.not_pinned_by(lease, canonical)
         if missing.size:
             namespace.blocks.pin(missing, tick=tick)
             lease.pins.add(missing)
             namespace.charge(lease, pins=len(missing))
+        namespace.statistics.duplicates_merged += len(losers)
+        if planned.keep:
+            return
         namespace.blocks.give_back(losers)
         lease.reserved.difference_update(losers.tolist())
         namespace.charge(lease, reserved=-len(losers))
-        namespace.statistics.duplicates_merged += len(losers)
 
 
 def _halves(key: bytes) -> tuple[int, int]:

@@ -28,6 +28,14 @@ class BackingMode(enum.Enum):
     """Keep the published blocks of an earlier daemon, free the rest."""
 
 
+class UnfinishedBlocks(enum.Enum):
+    """What adoption does with blocks that were RESERVED or WRITING."""
+
+    FREE = "free"
+    HOLD = "hold"
+    """Keep state and generation, for their writer to take them back."""
+
+
 class EventKind(enum.Enum):
     """Kinds of `DirectoryEvent`."""
 
@@ -123,7 +131,7 @@ class AdoptionReport:
     kept: int
     """Published blocks that are back."""
     unfinished: int
-    """Blocks that were RESERVED, WRITING or EVICTING: freed."""
+    """Blocks that were RESERVED, WRITING or EVICTING: freed, or the first two held."""
     corrupt: int
     """Records with a failed check, an impossible state or a foreign namespace: freed."""
     orphans: int
@@ -193,6 +201,8 @@ class MirrorItem:
     parent_generation: int = 0
     checksums: U64Array | None = None
     """u64 [n], of the payloads; None or length 0: none."""
+    keep_duplicates: bool = False
+    """See `messages.CompletedItem`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +210,7 @@ class CompletedItem:
     """Where the keys of one `MirrorItem` are published: u32 [n] each, pinned by the item's lease.
 
     A block other than the item's own is the canonical copy that was there before; the own one is
-    free again and must not be written.
+    free again and must not be written (unless the item kept its duplicates).
     """
 
     blocks: U32Array

@@ -1,4 +1,4 @@
-"""A directory with one small namespace, and keys made from paths of a tree: for these tests only."""
+"""A directory with one small namespace, and keys made from paths of a tree."""
 
 from __future__ import annotations
 
@@ -109,12 +109,8 @@ class World:
             self.directory.release_leases(session, [reserved.lease_id])
         return reserved, answer
 
-    def lookup(
-        self, path: tuple[int, ...], *, session: int = 1, lease: int = 0
-    ) -> LookupResult:
-        return self.directory.lookup(
-            session, 1, SPACE, chain(path), lease, now_s=self.clock.now_s
-        )
+    def lookup(self, path: tuple[int, ...], *, session: int = 1, lease: int = 0) -> LookupResult:
+        return self.directory.lookup(session, 1, SPACE, chain(path), lease, now_s=self.clock.now_s)
 
     def found(self, path: tuple[int, ...]) -> int:
         """How many blocks of a path are published; leaves no pin."""

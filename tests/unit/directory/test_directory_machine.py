@@ -79,8 +79,7 @@ class Model:
             leaves = [
                 (p.use, -len(p.path), b)
                 for b, p in stay.items()
-                if not self.readers(b)
-                and not any(q.path[:-1] == p.path for q in stay.values())
+                if not self.readers(b) and not any(q.path[:-1] == p.path for q in stay.values())
             ]
             if not leaves:
                 break
