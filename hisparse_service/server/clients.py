@@ -79,7 +79,10 @@ def begin_session(
     state.by_session[session.session_id] = client
     state.by_connection[connection_fd] = routing_id
     if state.loaded_directory is not None:
-        state.directory.open_session(session.session_id, group=hello.group, rank=hello.rank)
+        state.directory.open_session(
+            session.session_id, group=hello.group, rank=hello.rank,
+            delegates_copies=hello.delegates_copies,
+        )  # fmt: skip
     watched = state.watcher.watch(session.session_id, credentials.pid)
     state.sessions.welcome(session)
     state.metrics.sessions_total += 1

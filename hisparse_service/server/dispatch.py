@@ -77,6 +77,7 @@ ROUTES: Final[dict[type[m.Request], Route]] = {
     m.YieldWriter: Route(backing.yield_writer, Needs.WORKER),
     m.RegistrationTurn: Route(backing.registration_turn, Needs.WORKER),
     m.Reserve: Route(blocks.reserve, Needs.NOT_DRAINING),
+    m.Reclaim: Route(blocks.reclaim, Needs.WORKER),
     m.Lookup: Route(blocks.lookup, Needs.WORKER),
     m.Pin: Route(blocks.pin, Needs.WORKER),
     m.Unpin: Route(blocks.unpin, Needs.WORKER),
@@ -120,6 +121,10 @@ class Dispatcher:
         self._send = send
         self._ring: deque[Client] = deque()
         """Clients with waiting requests, each once."""
+        self._latency = {
+            request_type: state.metrics.latency_of(request_type.__name__)
+            for request_type in (*m.REQUEST_TYPES.values(), type(None))
+        }
 
     @property
     def has_waiting(self) -> bool:
@@ -128,8 +133,7 @@ class Dispatcher:
 
     def on_frame(self, routing_id: bytes, frame: zmq.Frame) -> None:
         """Handle one frame of a connection."""
-        started_ns = time.perf_counter_ns()
-        now_s = time.monotonic()
+        started_ns = time.monotonic_ns()
         state = self._state
         client = state.clients.get(routing_id)
         request: m.Request | None = None
@@ -141,7 +145,10 @@ class Dispatcher:
                 end_session(state, client, DeathCause.DISCONNECTED)
                 client = None
             request = m.decode_request(cast("bytes", frame.buffer))
-            reply = self._answer(client, routing_id, frame, request, now_s)
+            if client is None or type(request) is m.Hello:
+                reply = self._greet(routing_id, frame, request, started_ns / 1e9)
+            else:
+                reply = self._answer(client, request, len(frame), started_ns / 1e9)
             if reply is None:
                 return
         except HiSparseError as error:
@@ -151,9 +158,7 @@ class Dispatcher:
         except Exception as error:
             reply = self._bug(client, request, error)
         self._reply(client, routing_id, reply)
-        state.metrics.latency_of(type(request).__name__).observe_ns(
-            time.perf_counter_ns() - started_ns
-        )
+        self._latency[type(request)].observe_ns(time.monotonic_ns() - started_ns)
 
     def on_wrong_frames(self, routing_id: bytes, num_frames: int) -> None:
         """Answer a message that is not one frame."""
@@ -185,7 +190,7 @@ class Dispatcher:
             if client.pending and client.pending[0] is pending:
                 client.pending.popleft()
             self._reply(client, client.session.routing_id, reply)
-            self._state.metrics.latency_of(type(pending.request).__name__).observe_ns(
+            self._latency[type(pending.request)].observe_ns(
                 int((time.monotonic() - pending.received_s) * 1e9)
             )
         if client.pending:
@@ -203,36 +208,40 @@ class Dispatcher:
             return pending.work.finish(time.monotonic())
         return None
 
-    def _answer(
-        self,
-        client: Client | None,
-        routing_id: bytes,
-        frame: zmq.Frame,
-        request: m.Request,
-        now_s: float,
-    ) -> m.Reply | None:
-        if type(request) is m.Hello:
-            client = begin_session(
-                self._state, self._authoriser, request, routing_id=routing_id,
-                peer_address=str(frame.get("Peer-Address")),
-                connection_fd=int(frame.get(_SOURCE_FD)), now_s=now_s,
-            )  # fmt: skip
-            return hello_reply(self._state, client, request.request_id)
-        if client is None:
+    def _greet(
+        self, routing_id: bytes, frame: zmq.Frame, request: m.Request, now_s: float
+    ) -> m.Reply:
+        """A frame of a connection without a session, or a Hello."""
+        if type(request) is not m.Hello:
             raise UnknownSession(
                 "this connection has no session",
                 remedy="Say Hello first, and again when the daemon was restarted",
             )
-        session_ = client.session
-        session_.last_seen_s = now_s
-        session_.statistics.messages += 1
-        if client.pending and not ROUTES[type(request)].overtakes:
-            self._queue(client, request, None, len(frame), now_s)
+        client = begin_session(
+            self._state, self._authoriser, request, routing_id=routing_id,
+            peer_address=str(frame.get("Peer-Address")),
+            connection_fd=int(frame.get(_SOURCE_FD)), now_s=now_s,
+        )  # fmt: skip
+        return hello_reply(self._state, client, request.request_id)
+
+    def _answer(
+        self, client: Client, request: m.Request, frame_bytes: int, now_s: float
+    ) -> m.Reply | None:
+        """The reply, or None for a request that waits."""
+        client.session.last_seen_s = now_s
+        client.session.statistics.messages += 1
+        handler, needs, overtakes = ROUTES[type(request)]
+        if client.pending and not overtakes:
+            self._queue(client, request, None, frame_bytes, now_s)
             return None
-        result = self._admit(client, request)(self._state, client, request, now_s)
+        if needs is not Needs.SESSION and (
+            client.is_operator or self._state.phase is not Phase.READY
+        ):
+            self._admit(client, request)
+        result = handler(self._state, client, request, now_s)
         if isinstance(result, m.Reply):
             return result
-        self._queue(client, request, result, len(frame), now_s)
+        self._queue(client, request, result, frame_bytes, now_s)
         return None
 
     def _admit(self, client: Client, request: m.Request) -> Handler:

@@ -32,6 +32,16 @@ def reserve(state: ServerState, client: Client, request: m.Reserve, now_s: float
     return _blocks_reply(state, request.request_id, result)
 
 
+def reclaim(state: ServerState, client: Client, request: m.Reclaim, now_s: float) -> m.Reply:
+    """Blocks that an earlier daemon had reserved for this client."""
+    result = state.directory.reclaim(
+        client.session.session_id, request.namespace_id, request.lease_id,
+        u32_array(request.blocks, what="blocks"),
+        u32_array(request.generations, what="generations"), now_s=now_s,
+    )  # fmt: skip
+    return _blocks_reply(state, request.request_id, result)
+
+
 class LookupRequest:
     """A Lookup of many keys, a slice at a time."""
 
@@ -146,6 +156,7 @@ def _completed_item(item: m.CompletedItem) -> MirrorItem:
         parent=item.parent,
         parent_generation=item.parent_generation,
         checksums=u64_array(item.checksums, what="checksums") if item.checksums else None,
+        keep_duplicates=item.keep_duplicates,
     )
 
 

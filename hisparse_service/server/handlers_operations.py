@@ -44,6 +44,7 @@ def status_of(state: ServerState, now_s: float) -> dict[str, Any]:
                 "p99_s": histogram.quantile_s(0.99),
             }
             for name, histogram in sorted(metrics.latency.items())
+            if histogram.count
         },
         "errors": dict(metrics.errors),
         "replies_dropped": metrics.replies_dropped,

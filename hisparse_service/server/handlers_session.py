@@ -15,9 +15,9 @@ def ping(state: ServerState, client: Client, request: m.Ping, now_s: float) -> m
     if request.counters:
         keep_counters(client, request.counters)
     lost: list[int] = []
-    if request.renew_leases and state.loaded_directory is None:
+    if state.loaded_directory is None or client.is_operator:
         lost = list(request.renew_leases)
-    elif state.loaded_directory is not None and not client.is_operator:
+    elif request.renew_leases or client.hello.group:
         lost = state.directory.renew(client.session.session_id, request.renew_leases, now_s=now_s)
     return m.Pong(
         request.request_id,
