@@ -18,7 +18,9 @@ What it guarantees:
   others are READERs: they find the writer's blocks by key and hold leases of their own.
 
 When the service is away, `publish` queues, running requests go on while the device has room, and
-`admit` raises `ServiceUnavailable`.
+`admit` raises `ServiceUnavailable`. When another daemon took over, blocks that were reserved from
+the first are reserved anew and their pages mirrored again (`PublishReport.recalled`); a request
+whose published blocks are gone is lost (`lost_requests`): preempt it and compute it again.
 
 Called on the engine's thread only; there is no lock.
 """
@@ -35,14 +37,16 @@ import numpy as np
 
 from hisparse_service.contract.errors import (
     CapacityError,
+    HiSparseError,
     InternalError,
-    NotHeld,
+    LeaseError,
+    ServiceUnavailable,
     StaleBlock,
     UsageError,
 )
 from hisparse_service.contract.keys import KeyChain
 from hisparse_service.contract.limits import MAX_BATCH_ITEMS
-from worker_client.blocks import BlockLease
+from worker_client.blocks import BlockLease, LeaseState
 from worker_client.client import Completed, Enqueued, HandedIn, MirrorOutcome, MirrorResult
 from worker_client.requests import (
     Admission,
@@ -62,7 +66,14 @@ from worker_client.residency import DevicePool, Page, PageEvent, PageState
 EXTRA_HOST_BLOCKS: Final = 2
 """Beyond a request's length: the null block, which the pool has, and a copy-on-write tail."""
 
-_MAX_LOOKUP_BACKOFF_STEPS: Final = 16
+_MAX_BACKOFF_STEPS: Final = 16
+
+
+_IN_FLIGHT: Final = {
+    EndMode.PUBLISH: frozenset({PageState.MIRRORING, PageState.COMPLETED}),
+    EndMode.DISCARD: frozenset({PageState.MIRRORING}),
+}
+"""Pages whose blocks an ended request keeps: until they are published, or no copy reads them."""
 
 
 class Role(enum.Enum):
@@ -74,6 +85,11 @@ class Role(enum.Enum):
 
 class BlockService(Protocol):
     """What the coordinator needs of the service: `worker_client.client.Namespace` has it."""
+
+    @property
+    def is_daemon_there(self) -> bool:
+        """Whether the daemon answered last time."""
+        ...
 
     def key_chain(self, *, salt: bytes = b"") -> KeyChain:
         """An empty chain for one request."""
@@ -187,12 +203,32 @@ class PublishReport:
         merged: Those of them for which another block was published first.
         queued: Pages handed to the client while the service is away.
         messages: Requests sent.
+        recalled: Requests whose unpublished pages were lost with a daemon: what the mirror queue
+            knows of them is void.
+        mirrors: Pages to mirror now, as those of `commit`.
     """
 
     published: int = 0
     merged: int = 0
     queued: int = 0
     messages: int = 0
+    recalled: tuple[Recalled, ...] = ()
+    mirrors: tuple[PageMirror, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    """A request that begins anew in the mirror queue.
+
+    Attributes:
+        request_id: Its name.
+        first_page: Pages before it are published.
+        num_tokens: Tokens whose rows exist.
+    """
+
+    request_id: str
+    first_page: int
+    num_tokens: int
 
 
 class HiSparseCoordinator:
@@ -496,8 +532,10 @@ class HiSparseCoordinator:
         pages = self.config.pages_for(request.num_computed + num_tokens)
         while len(request.pages) < pages:
             page = Page(len(request.pages), owners={request.request_id})
-            if self.role is Role.WRITER:
+            if request.spare_host:
                 page.host_block, page.generation = request.spare_host.pop(0)
+            elif self.role is Role.WRITER and not request.wanted_blocks:
+                raise InternalError(f"request {request.request_id!r} has no host block left")
             *resident, page.indexer_block = self._device.take(self.config.num_resident_groups + 1)
             page.resident_blocks = tuple(resident)
             request.pages.append(page)
@@ -572,16 +610,8 @@ class HiSparseCoordinator:
         mirrors: list[PageMirror] = []
         for page in request.pages[first : end // self.config.block_size]:
             page.fire(PageEvent.SEAL)
-            if self.role is Role.WRITER:
-                mirrors.append(
-                    PageMirror(
-                        request_id,
-                        page.index,
-                        page.host_block,
-                        page.resident_blocks,
-                        page.indexer_block,
-                    )
-                )
+            if page.host_block:
+                mirrors.append(_mirror_of(request, page))
         return mirrors
 
     def enqueued(self, mirrors: Iterable[PageMirror]) -> None:
@@ -600,23 +630,16 @@ class HiSparseCoordinator:
     def dropped(self, host_blocks: Iterable[int]) -> None:
         """No copy into these host blocks is in flight any more (`MirrorQueue.poll_dropped`).
 
-        Raises:
-            NotHeld: None of the discarded requests has the block.
+        Blocks that no discarded request has are ignored: they were lost with a daemon.
         """
-        for block in host_blocks:
-            self._drop_one(block)
-
-    def _drop_one(self, block: int) -> None:
-        for request in self._requests.values():
-            if request.state is not RequestState.FINISHING:
-                continue
-            for page in request.pages:
-                if page.host_block == block and not page.is_published:
-                    self._forget_page(request, page)
-                    request.pages.remove(page)
-                    self._end_if_done(request)
-                    return
-        raise NotHeld(f"no ended request waits for host block {block}", block=block)
+        blocks = set(host_blocks)
+        discarded = [r for r in self._requests.values() if r.end_mode is EndMode.DISCARD]
+        for request in discarded if blocks else ():
+            done = [page for page in request.pages if page.host_block in blocks]
+            for page in done:
+                self._forget_page(request, page)
+                request.pages.remove(page)
+            self._end_if_done(request)
 
     def publish(self) -> PublishReport:
         """Tell the service what was mirrored and completed; find what others published.
@@ -630,25 +653,104 @@ class HiSparseCoordinator:
         """
         if self.role is Role.READER:
             return self._discover()
-        settled = self._settle_handed_in()
-        enqueued, self._enqueued = self._enqueued, []
+        before = (self.statistics.published_pages, self.statistics.merged_pages)
+        self._settle_handed_in()
+        recalled = self._recall_lost()
+        queued = messages = 0
+        mirrors: list[PageMirror] = []
         runs = self._completed_runs()
-        if not enqueued and not runs:
-            return settled
-        self.statistics.control_messages += 1
-        items = [self._completed_item(request, pages) for request, pages in runs]
-        result = self._service.mirror(enqueued=_enqueued_items(enqueued), completed=items)
-        pages = [(request, page) for request, run in runs for page in run]
-        if result.outcome is MirrorOutcome.QUEUED:
-            for item, (request, run) in zip(items, runs, strict=True):
-                self._handed.append((item, [(request, page) for page in run]))
-            return PublishReport(
-                published=settled.published, merged=settled.merged, queued=len(pages), messages=1
-            )
-        merged = self._settle(pages, result.canonical_blocks, result.canonical_generations)
+        wanting = [r for r in self._requests.values() if r.wanted_blocks and _is_granted(r)]
+        self._enqueued = [item for item in self._enqueued if _is_granted(item[0])]
+        if self._enqueued or runs or wanting:
+            messages = 1
+            self.statistics.control_messages += 1
+            items = [self._completed_item(request, pages) for request, pages in runs]
+            try:
+                result = self._service.mirror(
+                    enqueued=_enqueued_items(self._enqueued),
+                    completed=items,
+                    reserve=[(_lease_of(r), r.wanted_blocks) for r in wanting],
+                )
+            except HiSparseError:
+                # Nothing changed. It may be that another daemon took over while we asked.
+                self._settle_handed_in()
+                recalled += self._recall_lost()
+                if not recalled:
+                    raise
+            else:
+                self._enqueued = []
+                queued = self._take_result(result, items, runs)
+                mirrors = self._take_reserved(wanting, result)
         return PublishReport(
-            published=settled.published + len(pages), merged=settled.merged + merged, messages=1
+            published=self.statistics.published_pages - before[0],
+            merged=self.statistics.merged_pages - before[1],
+            queued=queued,
+            messages=messages,
+            recalled=tuple(recalled),
+            mirrors=tuple(mirrors),
         )
+
+    def _take_result(
+        self,
+        result: MirrorResult,
+        items: Sequence[Completed],
+        runs: Sequence[tuple[Request, list[Page]]],
+    ) -> int:
+        """Note what was published; returns how many pages wait in the client instead."""
+        pages = [(request, page) for request, run in runs for page in run]
+        if result.outcome is MirrorOutcome.ACKNOWLEDGED:
+            self._settle(pages, result.canonical_blocks, result.canonical_generations)
+            return 0
+        for item, (request, run) in zip(items, runs, strict=True):
+            self._handed.append((item, [(request, page) for page in run]))
+        return len(pages)
+
+    def _take_reserved(self, wanting: Sequence[Request], result: MirrorResult) -> list[PageMirror]:
+        """Give reserved blocks to the pages that lost theirs; returns what to mirror again."""
+        mirrors: list[PageMirror] = []
+        for request, (blocks, generations) in zip(wanting, result.reserved, strict=True):
+            if not len(blocks):
+                continue  # no room now: asked for again
+            request.wanted_blocks = 0
+            request.spare_host = list(zip(blocks.tolist(), generations.tolist(), strict=True))
+            self._invalidate.extend(blocks.tolist())
+            for page in request.pages:
+                if page.host_block:
+                    continue
+                page.host_block, page.generation = request.spare_host.pop(0)
+                if page.state is PageState.SEALED:
+                    mirrors.append(_mirror_of(request, page))
+        return mirrors
+
+    def _recall_lost(self) -> list[Recalled]:
+        """Take back the pages whose reserved blocks a new daemon did not give us again."""
+        recalled: list[Recalled] = []
+        handed = {page for _, pages in self._handed for _, page in pages}
+        for request in self._requests.values():
+            lost = 0 if request.lease is None else len(request.lease.lost_blocks)
+            if lost == request.num_lost_blocks or request.end_mode is EndMode.DISCARD:
+                continue
+            request.num_lost_blocks = lost
+            request.spare_host.clear()
+            self._enqueued = [item for item in self._enqueued if item[0] is not request]
+            for page in request.pages:
+                if not page.is_published and page not in handed:
+                    self._recall(page)
+            kept = sum(page.host_block > 0 for page in request.pages)
+            pages = len(request.pages)
+            if request.state is RequestState.RUNNING:
+                pages = self.config.pages_for(request.max_tokens) + 1
+            request.wanted_blocks = pages - kept
+            recalled.append(
+                Recalled(request.request_id, request.num_published(), request.num_computed)
+            )
+        return recalled
+
+    def _recall(self, page: Page) -> None:
+        if page.state in (PageState.MIRRORING, PageState.COMPLETED):
+            page.fire(PageEvent.RECALL)
+            self.statistics.recalled_pages += 1
+        page.host_block = page.generation = 0
 
     def _completed_runs(self) -> list[tuple[Request, list[Page]]]:
         """For each request, the completed pages that continue its published prefix."""
@@ -656,7 +758,7 @@ class HiSparseCoordinator:
         runs: list[tuple[Request, list[Page]]] = []
         for request in self._requests.values():
             # The parent of the next page is known only when the queued ones are settled.
-            if id(request) in waiting:
+            if id(request) in waiting or not _is_granted(request):
                 continue
             run: list[Page] = []
             for page in request.pages[request.num_published() :]:
@@ -684,17 +786,14 @@ class HiSparseCoordinator:
         pages: Sequence[tuple[Request, Page]],
         canonical_blocks: Any,
         canonical_generations: Any,
-    ) -> int:
-        """Note what was published; returns how many of the pages had been published before."""
-        merged = 0
+    ) -> None:
+        """Note what was published, and the block that holds it now."""
         for (request, page), block, generation in zip(
             pages, canonical_blocks.tolist(), canonical_generations.tolist(), strict=True
         ):
-            merged += block != page.host_block
             self._published(request, page, block, generation)
         for request in {id(request): request for request, _ in pages}.values():
             self._end_if_done(request)
-        return merged
 
     def _published(self, request: Request, page: Page, block: int, generation: int) -> None:
         page.fire(PageEvent.PUBLISH)
@@ -720,11 +819,10 @@ class HiSparseCoordinator:
             return
         self._note_update(page)
 
-    def _settle_handed_in(self) -> PublishReport:
+    def _settle_handed_in(self) -> None:
         """Take the service's answers to what was queued while it was away."""
-        published = merged = 0
         if not self._handed:
-            return PublishReport()
+            return
         for answer in self._service.handed_in():
             at = next(
                 (i for i, (item, _) in enumerate(self._handed) if item is answer.completed), None
@@ -734,13 +832,14 @@ class HiSparseCoordinator:
             _, pages = self._handed.pop(at)
             if not pages:  # its request was discarded meanwhile
                 continue
-            if answer.canonical_blocks is None or answer.canonical_generations is None:
-                for _, page in pages:
-                    page.fire(PageEvent.RECALL)
+            if answer.canonical_blocks is not None and answer.canonical_generations is not None:
+                self._settle(pages, answer.canonical_blocks, answer.canonical_generations)
                 continue
-            published += len(pages)
-            merged += self._settle(pages, answer.canonical_blocks, answer.canonical_generations)
-        return PublishReport(published=published, merged=merged)
+            request = pages[0][0]
+            for _, page in pages:
+                self._recall(page)
+            # The same daemon may have refused them; ask for other blocks in any case.
+            request.num_lost_blocks = -1
 
     def _discover(self) -> PublishReport:
         """A reader's publication: find the writer's blocks by their keys."""
@@ -751,25 +850,30 @@ class HiSparseCoordinator:
             while stop < len(request.pages) and request.pages[stop].state is PageState.SEALED:
                 stop += 1
             due = self._is_short_of_room or self.statistics.steps >= request.next_lookup_step
-            if start == stop or not due:
+            if start == stop or not due or not self._service.is_daemon_there:
                 continue
-            before = 0 if request.lease is None else len(request.lease.blocks)
-            lease = self._service.lookup(request.chain, lease=request.lease, start=start, stop=stop)
-            request.lease = lease
             messages += 1
-            blocks, generations = lease.blocks[before:], lease.generations[before:]
-            found = [(request, page) for page in request.pages[start : start + len(blocks)]]
-            self._settle(found, blocks, generations)
-            published += len(blocks)
-            wait = (
-                1
-                if len(blocks)
-                else min(request.lookup_backoff_steps * 2, _MAX_LOOKUP_BACKOFF_STEPS)
-            )
+            found = self._look_up(request, start, stop)
+            published += found
+            wait = 1 if found else min(request.lookup_backoff_steps * 2, _MAX_BACKOFF_STEPS)
             request.lookup_backoff_steps = wait
             request.next_lookup_step = self.statistics.steps + wait
         self.statistics.control_messages += messages
         return PublishReport(published=published, messages=messages)
+
+    def _look_up(self, request: Request, start: int, stop: int) -> int:
+        """Map the published ones of pages [start, stop); returns how many."""
+        before = 0 if request.lease is None else len(request.lease.blocks)
+        try:
+            lease = self._service.lookup(request.chain, lease=request.lease, start=start, stop=stop)
+        except (ServiceUnavailable, LeaseError):
+            return 0  # `verify` and `lost_requests` tell of a lost lease
+        request.lease = lease
+        blocks, generations = lease.blocks[before:], lease.generations[before:]
+        self._invalidate.extend(blocks.tolist())
+        found = [(request, page) for page in request.pages[start : start + len(blocks)]]
+        self._settle(found, blocks, generations)
+        return len(blocks)
 
     # --- the end of a request ---------------------------------------------------------------------
 
@@ -785,17 +889,17 @@ class HiSparseCoordinator:
         """
         self._settle_restores()
         request = self._running(request_id)
-        keep = _pages_to_wait_for(mode)
-        waiting = [page for page in request.pages if page.state in keep]
+        request.end_mode = mode
+        waiting = [page for page in request.pages if page.state in _IN_FLIGHT[mode]]
+        published = [page for page in request.pages if page.is_published]
         for page in request.pages:
-            if page.state not in keep:
-                if page.is_published:
-                    self._disown(request, page)
-                else:
-                    self._forget_page(request, page)
+            if page.is_published:
+                self._disown(request, page)
+            elif page.state not in _IN_FLIGHT[mode]:
+                self._forget_page(request, page)
+        # Published parents stay in the list of a request that still publishes: it chains to them.
+        request.pages = [*published, *waiting] if mode is EndMode.PUBLISH else waiting
         if mode is EndMode.DISCARD:
-            # Otherwise the published parents stay in the list: publication chains to them.
-            request.pages = waiting
             self._handed = [
                 (item, [] if pages and pages[0][0] is request else pages)
                 for item, pages in self._handed
@@ -824,6 +928,18 @@ class HiSparseCoordinator:
             if request.lease is not None and request.state is RequestState.RUNNING:
                 request.lease.check()
 
+    def lost_requests(self) -> list[str]:
+        """Running requests whose published blocks are gone: preempt them and compute them again."""
+        lost: list[str] = []
+        for request in self._requests.values():
+            if request.state is not RequestState.RUNNING or request.lease is None:
+                continue
+            try:
+                request.lease.check()
+            except (StaleBlock, LeaseError):
+                lost.append(request.request_id)
+        return lost
+
     def close(self) -> None:
         """Give all leases back. For a worker that stops: its copies must have completed."""
         leases = [r.lease for r in self._requests.values() if r.lease is not None]
@@ -832,8 +948,8 @@ class HiSparseCoordinator:
             self._release(*leases)
 
     def _end_if_done(self, request: Request) -> None:
-        if request.state is RequestState.FINISHING and not any(
-            page.state in _pages_to_wait_for(EndMode.PUBLISH) for page in request.pages
+        if request.state is RequestState.FINISHING and all(
+            page.is_published for page in request.pages
         ):
             self._end(request)
 
@@ -926,12 +1042,6 @@ class HiSparseCoordinator:
             )
 
 
-def _pages_to_wait_for(mode: EndMode) -> frozenset[PageState]:
-    if mode is EndMode.PUBLISH:
-        return frozenset({PageState.MIRRORING, PageState.COMPLETED})
-    return frozenset({PageState.MIRRORING})
-
-
 def _enqueued_items(pages: Sequence[tuple[Request, Page]]) -> list[Enqueued]:
     by_request: dict[str, list[tuple[Request, Page]]] = {}
     for request, page in pages:
@@ -944,6 +1054,20 @@ def _enqueued_items(pages: Sequence[tuple[Request, Page]]) -> list[Enqueued]:
         )
         for run in by_request.values()
     ]
+
+
+def _mirror_of(request: Request, page: Page) -> PageMirror:
+    return PageMirror(
+        request.request_id,
+        page.index,
+        page.host_block,
+        page.resident_blocks,
+        page.indexer_block,
+    )
+
+
+def _is_granted(request: Request) -> bool:
+    return request.lease is None or request.lease.state is LeaseState.GRANTED
 
 
 def _lease_of(request: Request) -> BlockLease:

@@ -148,6 +148,8 @@ class Statistics:
     mirrored_pages: int = 0
     published_pages: int = 0
     """Pages that this coordinator published, or found published (reader)."""
+    recalled_pages: int = 0
+    """Pages that had to be mirrored anew, because a daemon lost the first copy."""
     merged_pages: int = 0
     """Pages for which another block with the same tokens was published first."""
     spilled_pages: int = 0
@@ -174,6 +176,12 @@ class Request:
     pages: list[Page] = field(default_factory=list)
     spare_host: list[tuple[int, int]] = field(default_factory=list)
     """Reserved (block, generation) pairs that no page has yet, in order."""
+    end_mode: EndMode | None = None
+    """Set when it ends."""
+    num_lost_blocks: int = 0
+    """Of `lease.lost_blocks`: those that are known to be lost."""
+    wanted_blocks: int = 0
+    """Host blocks to reserve anew, after a daemon did not give back what was reserved."""
     hot_blocks: tuple[int, ...] = ()
     started: bool = False
     """Whether a step of it was prepared: its tables are the worker's."""

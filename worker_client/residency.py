@@ -65,6 +65,7 @@ TRANSITIONS: Final[Mapping[tuple[PageState, PageEvent], PageState]] = {
     (PageState.CLEAN, PageEvent.SPILL): PageState.SPILLED,
     (PageState.SPILLED, PageEvent.RESTORE): PageState.RESTORING,
     (PageState.RESTORING, PageEvent.RESTORED): PageState.CLEAN,
+    (PageState.MIRRORING, PageEvent.RECALL): PageState.SEALED,
     (PageState.COMPLETED, PageEvent.RECALL): PageState.SEALED,
 }
 """Anything else is an `IllegalTransition`. SPILL is legal in CLEAN alone: a page whose host copy is

@@ -85,6 +85,8 @@ class GenerationStatistics:
     steps: int = 0
     prefilled_tokens: int = 0
     generated_tokens: int = 0
+    recomputed_requests: int = 0
+    """Requests that began anew because the service lost their blocks."""
     waits: int = 0
     """Times that a step had to wait for a publication."""
     longest_context: int = 0
@@ -169,8 +171,11 @@ class Generator:
 
         A name that was used before is free again when the last pages of its request are.
         """
-        self._wait(lambda: not self.coordinator.knows(request_id) or request_id in self._sequences,
-                   f"the last pages of {request_id!r} to be published")  # fmt: skip
+        if self.coordinator.knows(request_id) and request_id not in self._sequences:
+            self._wait(
+                lambda: not self.coordinator.knows(request_id),
+                f"the last pages of {request_id!r} to be published",
+            )
         admission = self.coordinator.admit(
             request_id,
             prompt,
@@ -204,8 +209,8 @@ class Generator:
 
         Raises:
             CapacityError: No device room for the step, and no publication made some in time.
-            StaleBlock, LeaseError: A block that the step may have read is gone; its results are
-                not returned.
+
+        A request whose blocks are gone from the pool begins anew; the step's results are not used.
         """
         tokens: list[Token] = []
         chunk = self._next_chunk()
@@ -224,6 +229,12 @@ class Generator:
             self.coordinator.completed(str(block.request), block.block_index)
         self.coordinator.dropped(self._queue.poll_dropped())
         report = self.coordinator.publish()
+        for recalled in report.recalled:
+            # A new daemon lost what was on its way: the queue begins anew behind what is published.
+            self._queue.drop_request(recalled.request_id)
+            self._queue.open_request(recalled.request_id, first_block=recalled.first_page)
+            self._queue.accept(recalled.request_id, recalled.num_tokens)
+        self._mirror(report.mirrors)
         for request_id in [name for name in self._mirrored if name not in self._sequences]:
             if not self.coordinator.knows(request_id):
                 self._queue.drop_request(request_id)
@@ -275,7 +286,12 @@ class Generator:
         self._prepare(batch)
         logits = self.tiers.forward(batch).float().cpu()
         # Before the results are used: whatever was read from the host was still what it was (I3).
-        self.coordinator.verify()
+        lost = self.coordinator.lost_requests()
+        if lost:
+            # Those requests begin anew; the others of the batch compute the same rows again.
+            for request_id in lost:
+                self._recompute(request_id)
+            return []
         self._commit(batch)
         return self._sample(batch, logits)
 
@@ -308,6 +324,9 @@ class Generator:
             self.statistics.longest_context = max(self.statistics.longest_context, computed)
             if batch.mode is StepMode.PREFILL:
                 self.statistics.prefilled_tokens += len(tokens)
+        self._mirror(mirrors)
+
+    def _mirror(self, mirrors: Sequence[PageMirror]) -> None:
         if not mirrors:
             return
         if self.options.audit is not None:
@@ -332,6 +351,12 @@ class Generator:
                 del self._sequences[request_id]
                 self._end(request_id, EndMode.PUBLISH)
         return tokens
+
+    def _recompute(self, request_id: str) -> None:
+        sequence = self._sequences[request_id]
+        tokens = self.preempt(request_id)
+        self.statistics.recomputed_requests += 1
+        self.add(request_id, tokens, max_new_tokens=sequence.left)
 
     def _end(self, request_id: str, mode: EndMode) -> None:
         if mode is EndMode.DISCARD and request_id in self._mirrored:

@@ -18,6 +18,7 @@ from hisparse_service.contract.errors import (
     StaleBlock,
 )
 from hisparse_service.contract.keys import KeyChain
+from worker_client.blocks import LeaseState
 from worker_client.client import Completed, HandedIn, MirrorOutcome, MirrorResult
 
 FINGERPRINT = bytes(range(16))
@@ -30,14 +31,15 @@ class FakeLease:
         self.reserved = []
         self.enqueued = set()
         self.released = False
+        self.lost_blocks = np.empty(0, np.uint32)
+        self.state = LeaseState.GRANTED
 
     blocks = property(lambda self: _u32(b for b, _ in self.pinned))
     generations = property(lambda self: _u32(g for _, g in self.pinned))
     reserved_blocks = property(lambda self: _u32(b for b, _ in self.reserved))
     reserved_generations = property(lambda self: _u32(g for _, g in self.reserved))
-    lost_blocks = property(lambda self: _u32(()))
 
-    def check(self, blocks=None):
+    def check(self):
         if self.released:
             raise LeaseLost("released")
         for block, generation in self.pinned:
@@ -64,10 +66,17 @@ class FakeService:
         self.leases = []
         self.is_away = False
         self.messages = 0
-        self.queue = []
-        self.answers = []
+        self.queue = []  # (client, enqueued, completed)
+        self.answers = []  # (client, what became of it)
         self.published_log = []
-        self.lose_queued = False
+
+    def client(self):
+        """What another process sees of the service: only its own queued mirrors."""
+        return FakeClient(self)
+
+    @property
+    def is_daemon_there(self):
+        return not self.is_away
 
     def key_chain(self, *, salt=b""):
         return KeyChain(FINGERPRINT, self.block_size, salt=salt)
@@ -80,7 +89,7 @@ class FakeService:
     def num_available(self):
         return len(self.free) + sum(1 for b in self.key_of if not self.pins.get(b))
 
-    def reserve(self, num_blocks, *, lease=None, timeout_s=None):
+    def reserve(self, num_blocks, *, lease=None):
         self._hear()
         if num_blocks > self.num_available():
             raise CapacityError("full", needed=num_blocks, free=self.num_available())
@@ -133,19 +142,15 @@ class FakeService:
             lease.pinned.append((block, self.generation[block]))
         return lease
 
-    def mirror(self, *, enqueued=(), completed=(), reserve=()):
+    def mirror(self, *, enqueued=(), completed=(), reserve=(), client=None):
         self.messages += 1
         if self.is_away:
-            self.queue += completed
+            self.queue.append((client, list(enqueued), list(completed)))
             return MirrorResult(
                 outcome=MirrorOutcome.QUEUED, canonical_blocks=_u32(()),
-                canonical_generations=_u32(()), reserved=[], num_free=0,
+                canonical_generations=_u32(()), reserved=[_arrays([])] * len(reserve), num_free=0,
             )  # fmt: skip
-        for item in enqueued:
-            for block in item.blocks.tolist():
-                if self.reserved.get(block) is not item.lease:
-                    raise NotHeld(f"block {block}")
-                item.lease.enqueued.add(block)
+        self._note_enqueued(enqueued)
         canonical = [pair for item in completed for pair in self._publish(item)]
         granted = [
             _arrays(self._take(n, lease) if n <= self.num_available() else [])
@@ -158,6 +163,13 @@ class FakeService:
             outcome=MirrorOutcome.ACKNOWLEDGED, canonical_blocks=blocks,
             canonical_generations=generations, reserved=granted, num_free=len(self.free),
         )  # fmt: skip
+
+    def _note_enqueued(self, enqueued):
+        for item in enqueued:
+            for block in item.blocks.tolist():
+                if self.reserved.get(block) is not item.lease:
+                    raise NotHeld(f"block {block}")
+                item.lease.enqueued.add(block)
 
     def _publish(self, item: Completed):
         parent = item.parent
@@ -190,22 +202,38 @@ class FakeService:
     def come_back(self):
         """The same daemon answers again and takes what was queued."""
         self.is_away = False
-        for item in self.queue:
-            if self.lose_queued:
-                self.answers.append(
-                    HandedIn(completed=item, canonical_blocks=None, canonical_generations=None)
-                )
-                continue
-            item.lease.enqueued.update(item.blocks.tolist())
-            blocks, generations = _arrays(self._publish(item))
-            self.answers.append(
-                HandedIn(completed=item, canonical_blocks=blocks, canonical_generations=generations)
-            )
+        for client, enqueued, completed in self.queue:
+            self._note_enqueued([item for item in enqueued if not item.lease.released])
+            for item in completed:
+                blocks, generations = _arrays(self._publish(item))
+                self._answer(client, item, blocks, generations)
         self.queue = []
 
-    def handed_in(self):
-        answers, self.answers = self.answers, []
-        return answers
+    def restart(self):
+        """Another daemon adopts the pool: what is published stays, what is reserved is lost."""
+        self.is_away = False
+        for lease in self.leases:
+            lost = [block for block, _ in lease.reserved]
+            lease.lost_blocks = np.concatenate((lease.lost_blocks, _u32(lost)))
+            for block in lost:
+                del self.reserved[block]
+                self.free.append(block)
+            lease.reserved, lease.enqueued = [], set()
+        for client, _, completed in self.queue:
+            for item in completed:
+                self._answer(client, item, None, None)
+        self.queue = []
+
+    def _answer(self, client, item, blocks, generations):
+        answer = HandedIn(
+            completed=item, canonical_blocks=blocks, canonical_generations=generations
+        )
+        self.answers.append((client, answer))
+
+    def handed_in(self, client=None):
+        own = [answer for owner, answer in self.answers if owner is client]
+        self.answers = [pair for pair in self.answers if pair[0] is not client]
+        return own
 
     def release(self, *leases):
         self.messages += 1
@@ -229,6 +257,22 @@ class FakeService:
             for block, _ in lease.pinned:
                 held[block] = held.get(block, 0) + 1
         assert held == {b: n for b, n in self.pins.items() if n}
+
+
+class FakeClient:
+    """One process's connection to a `FakeService`."""
+
+    def __init__(self, service):
+        self._service = service
+
+    def __getattr__(self, name):
+        return getattr(self._service, name)
+
+    def mirror(self, **batch):
+        return self._service.mirror(**batch, client=self)
+
+    def handed_in(self):
+        return self._service.handed_in(self)
 
 
 def _u32(values):

@@ -1,4 +1,4 @@
-"""Small seeded models and host pools without a daemon, for tests of the transformers integration."""
+"""Small seeded models, and a host pool without a daemon, for tests of the integration."""
 
 from __future__ import annotations
 
