@@ -125,6 +125,11 @@ class HostPool:
         return int(self._bytes().ctypes.data)
 
     @property
+    def payload(self) -> npt.NDArray[np.uint8]:
+        """uint8 [payload_bytes]: all blocks, for code without torch. Gone after `cleanup`."""
+        return self._bytes().view(np.uint8)
+
+    @property
     def is_closed(self) -> bool:
         """After `cleanup`."""
         return self._mapping is None
