@@ -249,8 +249,9 @@ class Daemon:
         state.pool, state.loaded_directory = pool, directory
         for client in state.clients.values():
             directory.open_session(
-                client.session.session_id, group=client.hello.group, rank=client.hello.rank
-            )
+                client.session.session_id, group=client.hello.group, rank=client.hello.rank,
+                delegates_copies=client.hello.delegates_copies,
+            )  # fmt: skip
         for entry in entries:
             add_namespace(state, entry)
         self._registrar = registrar
@@ -415,7 +416,9 @@ def _adopt_backing(directory: Directory, backing: Backing) -> NamespaceEntry | N
     except HiSparseError as error:
         log.error("backing_left_alone", backing=record.name, slot=backing.slot, error=str(error))
         return None
-    report = directory.attach_backing(record.namespace, backing.table, mode=BackingMode.ADOPT)
+    report = directory.attach_backing(
+        record.namespace, backing.table, mode=BackingMode.ADOPT, now_s=time.monotonic()
+    )
     log.info(
         "backing_adopted", namespace=record.namespace, name=record.name, kept=report.kept,
         unfinished=report.unfinished, corrupt=report.corrupt, orphans=report.orphans,

@@ -27,6 +27,7 @@ def connect(
     rank: int = 0,
     world_size: int = 1,
     device_uuid: str = "",
+    delegates_copies: bool = False,
     timeout_s: float = CONNECT_TIMEOUT_S,
 ) -> Client:
     """Connect to a daemon, or start a private one.
@@ -39,6 +40,8 @@ def connect(
         rank: Of this worker in the group.
         world_size: Of the group.
         device_uuid: Of the worker's GPU; empty without one.
+        delegates_copies: Other processes of the group copy into the blocks that this client
+            reserves (a scheduler and its workers): they outlive it until those ended too.
         timeout_s: For the daemon to answer, its start included for ``embedded://``.
 
     Raises:
@@ -52,6 +55,7 @@ def connect(
         rank=rank,
         world_size=world_size,
         device_uuid=device_uuid,
+        delegates_copies=delegates_copies,
     )
     address = os.fspath(endpoint)
     if not address.startswith(SCHEME):

@@ -111,7 +111,7 @@ class BlockLease:
         self.deadline_ns = 0
         self.state = LeaseState.GRANTED
         self.lost_blocks: U32Array = _EMPTY
-        """Reserved blocks that a new session did not get back: write and publish them anew."""
+        """Reserved blocks that a new session did not get back: write and publish others."""
         self._pinned = _NOTHING
         self._reserved = _NOTHING
         self._by_block: tuple[U32Array, U32Array, U32Array] | None = None
@@ -280,9 +280,21 @@ class BlockLease:
         else:
             self._reserved = new
 
-    def _lose_reserved(self) -> None:
-        self.lost_blocks = _frozen(np.concatenate((self.lost_blocks, self._reserved[0])))
+    def _add_new_pins(self, blocks: U32Array, generations: U32Array) -> None:
+        """`_add` of those that are not pinned yet, as the daemon counts them."""
+        new = ~np.isin(blocks, self._pinned[0])
+        if new.any():
+            self._add("pinned", blocks[new], generations[new])
+
+    def _lose_reserved(self) -> tuple[U32Array, U32Array]:
+        lost = self._reserved
+        self.lost_blocks = _frozen(np.concatenate((self.lost_blocks, lost[0])))
         self._reserved = _NOTHING
+        return lost
+
+    def _regain_reserved(self, blocks: U32Array, generations: U32Array) -> None:
+        self._add("reserved", blocks, generations)
+        self.lost_blocks = _frozen(self.lost_blocks[~np.isin(self.lost_blocks, blocks)])
 
     def __del__(self) -> None:
         if self.lease_id == 0 or self.state in (LeaseState.RELEASED, LeaseState.REVOKED):

@@ -36,6 +36,7 @@ from hisparse_service.contract.errors import (
     HiSparseError,
     InternalError,
     LeaseError,
+    MalformedMessage,
     NotReady,
     PeerError,
     QuotaExceeded,
@@ -69,6 +70,7 @@ from hisparse_service.contract.messages import (
     Pin,
     Ping,
     Pong,
+    Reclaim,
     RegistrationTurn,
     ReleaseLeases,
     Reply,
@@ -144,6 +146,8 @@ class Completed(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The block before the first one; 0: it begins the prefix."""
     parent_generation: int = 0
     checksums: npt.NDArray[np.uint64] | None = None
+    keep_duplicates: bool = False
+    """Own blocks whose keys are published already stay reserved; see `messages.CompletedItem`."""
 
 
 class MirrorOutcome(enum.Enum):
@@ -445,6 +449,37 @@ class Namespace:
             self._take_blocks(lease, "pinned", reply)
             return lease
 
+    def lookup_into(
+        self, lease: BlockLease, keys: bytes, *, timeout_s: float | None = None
+    ) -> tuple[U32Array, U32Array]:
+        """`lookup` for one long-lived lease: what it pinned before is pinned once.
+
+        Args:
+            lease: Gets the pins that it has not.
+            keys: 16 B each, from the first block of a prefix on.
+            timeout_s: For the answer. A daemon that is away is not waited for.
+
+        Returns:
+            (blocks, generations), u32 [num_hits] in the order of the keys, all of them pinned.
+
+        Raises:
+            ServiceUnavailable: The daemon is away.
+        """
+        with self._session.lock:
+            self._usable_lease(lease)
+            reply = self._request(
+                lambda request_id: Lookup(
+                    request_id, self.namespace_id, self._live_id(lease), self._key_space, keys
+                ),
+                BlocksReply,
+                timeout_s=timeout_s, when_away=WhenAway.FAIL,
+            )  # fmt: skip
+            blocks = self._checked_blocks(reply.blocks)
+            generations = u32_array(reply.generations, what="generations")
+            lease._add_new_pins(blocks, generations)
+            self._note_lease(lease, reply)
+            return blocks, generations
+
     def pin(
         self,
         blocks: npt.ArrayLike,
@@ -615,6 +650,7 @@ class Namespace:
                     item.lease.lease_id, item.parent, item.parent_generation, _raw(item.blocks),
                     _raw(item.generations), item.keys,
                     b"" if item.checksums is None else item.checksums.astype("<u8").tobytes(),
+                    item.keep_duplicates,
                 )
                 for item in completed
             ],
@@ -631,8 +667,13 @@ class Namespace:
         at = 0
         for item in completed:
             end = at + len(item.blocks)
-            item.lease._drop("reserved", item.blocks)
-            item.lease._add("pinned", blocks[at:end], generations[at:end])
+            canonical = blocks[at:end]
+            if item.keep_duplicates:
+                item.lease._drop("reserved", item.blocks[item.blocks == canonical])
+                item.lease._add_new_pins(canonical, generations[at:end])
+            else:
+                item.lease._drop("reserved", item.blocks)
+                item.lease._add("pinned", canonical, generations[at:end])
             item.lease.deadline_ns = reply.lease_deadline_ns
             at = end
         self.counters.add("mirrored_blocks", len(blocks))
@@ -819,7 +860,7 @@ class Namespace:
         writer.deadline_ns = reply.lease_deadline_ns
 
     def _repin(self, lease: BlockLease) -> None:
-        lease._lose_reserved()
+        reserved = lease._lose_reserved()
         lease.lease_id = 0
         if lease.state is not LeaseState.GRANTED:
             return
@@ -835,7 +876,26 @@ class Namespace:
                 return
             lease.deadline_ns = reply.lease_deadline_ns
             self.client.remember(lease, reply.lease_id)
+        if len(reserved[0]):
+            self._reclaim(lease, *reserved)
         lease.epoch = self._session.epoch
+
+    def _reclaim(self, lease: BlockLease, blocks: U32Array, generations: U32Array) -> None:
+        """Get reserved blocks back from a daemon that adopted the pool; copies go on into them."""
+        try:
+            reply = self._session.request(
+                lambda request_id: Reclaim(
+                    request_id, self.namespace_id, lease.lease_id, _raw(blocks), _raw(generations)
+                ),
+                BlocksReply,
+            )
+        except (UsageError, LeaseError, CapacityError, MalformedMessage):
+            return
+        lease._regain_reserved(
+            self._checked_blocks(reply.blocks), u32_array(reply.generations, what="generations")
+        )
+        lease.deadline_ns = reply.lease_deadline_ns
+        self.client.remember(lease, reply.lease_id)
 
     # --- small parts ----------------------------------------------------------------------------
 
@@ -867,6 +927,9 @@ class Namespace:
     def _take_blocks(self, lease: BlockLease, part: Any, reply: BlocksReply) -> None:
         blocks = self._checked_blocks(reply.blocks)
         lease._add(part, blocks, u32_array(reply.generations, what="generations"))
+        self._note_lease(lease, reply)
+
+    def _note_lease(self, lease: BlockLease, reply: BlocksReply) -> None:
         if reply.lease_id:
             lease.epoch = reply.epoch
             lease.deadline_ns = reply.lease_deadline_ns

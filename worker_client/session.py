@@ -110,6 +110,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
     world_size: int = 1
     device_uuid: str = ""
+    delegates_copies: bool = False
 
 
 class SessionOwner(Protocol):
@@ -545,7 +546,7 @@ class Session:
         who = self.identity
         return Hello(
             request_id, limits.PROTOCOL_MIN, limits.PROTOCOL_MAX, who.client_name, who.group,
-            who.rank, who.world_size, who.device_uuid,
+            who.rank, who.world_size, who.device_uuid, False, who.delegates_copies,
         )  # fmt: skip
 
     def _heartbeat(self, request_id: int) -> Ping:

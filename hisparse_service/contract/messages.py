@@ -91,6 +91,9 @@ class Hello(Request, tag=1, frozen=True):
     """Of the worker's GPU; empty without one."""
     operator: bool = False
     """An operator's command: no heartbeats, no blocks, not counted as a worker."""
+    delegates_copies: bool = False
+    """Other sessions of the group copy into the blocks that this one reserves: when it dies before
+    them, the blocks return with the last of them (I1)."""
 
 
 class HelloReply(Reply, tag=1, frozen=True):
@@ -282,6 +285,9 @@ class CompletedItem(msgspec.Struct, array_like=True, frozen=True):
     generations: Blocks
     keys: Keys
     checksums: Checksums = b""
+    keep_duplicates: bool = False
+    """Of a block whose key is published already, keep the own one reserved: for engines whose block
+    tables cannot change any more. The published one is answered and pinned all the same."""
 
 
 class ReserveItem(msgspec.Struct, array_like=True, frozen=True):
@@ -345,6 +351,19 @@ class Free(Request, tag=26, frozen=True):
     namespace_id: U16
     lease_id: U64
     blocks: Blocks
+
+
+class Reclaim(Request, tag=28, frozen=True):
+    """Take blocks back that an earlier daemon had reserved for this client.
+
+    A daemon that adopts a pool keeps such blocks for a lease's time. Answer: those that this lease
+    holds now, with the generations that they had; the others are lost.
+    """
+
+    namespace_id: U16
+    lease_id: U64
+    blocks: Blocks
+    generations: Blocks
 
 
 class ReleaseLeases(Request, tag=27, frozen=True):
@@ -458,6 +477,7 @@ REQUEST_TYPES: Final[Mapping[int, type[Request]]] = {
     for request_type in (
         Hello, Ping, Bye, OpenNamespace, AllocateBacking, TakeWriter, YieldWriter,
         RegistrationTurn, Reserve, Lookup, Pin, Unpin, MirrorBatch, Abandon, Free, ReleaseLeases,
+        Reclaim,
         Status, Sessions, ListBlocks, Evict, Drain,
     )
 }  # fmt: skip

@@ -268,23 +268,31 @@ class Directory:
 
     # --- sessions and writers ---------------------------------------------------------------
 
-    def open_session(self, session: int, *, group: str = "", rank: int = 0) -> None:
-        """Let a session ask. `group`: its tensor-parallel group; empty: a group of its own.
+    def open_session(
+        self, session: int, *, group: str = "", rank: int = 0, delegates_copies: bool = False
+    ) -> None:
+        """Let a session ask.
+
+        Args:
+            session: Its id.
+            group: Its tensor-parallel group; empty: a group of its own.
+            rank: In the group.
+            delegates_copies: Other sessions of the group copy into the blocks that it reserves.
 
         Raises:
             UsageError: The id is open already.
         """
         if session in self._accounts:
             raise UsageError(f"session {session} is open already", session=session)
-        self._accounts[session] = SessionAccount(SessionId(session), group, rank)
+        self._accounts[session] = SessionAccount(SessionId(session), group, rank, delegates_copies)
 
     def session_died(self, session: int) -> SessionEnd:
         """End a session, however it ended. Unknown or dead ones are ignored.
 
-        Its unpublished blocks return, its pins end, its published blocks stay (I9). While another
-        session of its group lives, that one inherits the unpublished blocks and they return with
-        the last: an engine's workers may still be copying into blocks that its scheduler, which
-        died, had reserved (I1).
+        Its unpublished blocks return, its pins end, its published blocks stay (I9). Where others of
+        its group copy for it, one of them inherits the unpublished blocks and they return with the
+        last: an engine's workers may still be copying into blocks that its scheduler, which died,
+        had reserved (I1).
         """
         account = self._accounts.get(session)
         if account is None:
@@ -311,7 +319,7 @@ class Directory:
         return SessionEnd(num_blocks, num_pins, len(leases), yielded)
 
     def _heir(self, account: SessionAccount) -> SessionAccount | None:
-        if not account.group:
+        if not account.group or not account.delegates_copies:
             return None
         others = (a for a in self._accounts.values() if a.group == account.group)
         return next((a for a in others if a is not account), None)
@@ -321,6 +329,7 @@ class Directory:
         owner.charge(lease, reserved=-held, leases=-1)
         del lease.account.leases[lease.lease_id]
         lease.account = heir
+        heir.delegates_copies = True  # its heir, in turn, may be the one that copies
         heir.leases[lease.lease_id] = lease
         owner.charge(lease, reserved=held, leases=1)
 

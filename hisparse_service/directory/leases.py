@@ -89,6 +89,8 @@ class SessionAccount:
     session_id: SessionId
     group: str
     rank: int
+    delegates_copies: bool = False
+    """Others of its group copy into what it reserves."""
     usage: Usage = field(default_factory=Usage)
     leases: dict[int, Lease] = field(default_factory=dict)
 
