@@ -21,6 +21,7 @@ from worker_client.kernels.interface import (
     allocate_hot_state,
     allocate_plan,
     check_hot_size,
+    check_row_bytes,
     check_step,
 )
 from worker_client.kernels.reference import ReferenceBackend
@@ -677,6 +678,10 @@ def test_pages_that_16_byte_lanes_cannot_copy_are_refused():
 
 
 def test_sizes_past_their_limits_are_refused_with_all_values():
+    for row_bytes in (0, 24, 8, limits.MAX_ROW_BYTES + 16):
+        with pytest.raises(GeometryError, match=f"{row_bytes} bytes, expected a multiple of 16"):
+            check_row_bytes(row_bytes)
+    check_row_bytes(656)
     with pytest.raises(GeometryError, match="32769 hot rows"):
         check_hot_size(hot_rows=limits.MAX_HOT_ROWS + 1, max_query_rows=1, top_k=1)
     with pytest.raises(GeometryError, match=r"9 hot rows .* 10 .*max_query_rows=2, top_k=5"):

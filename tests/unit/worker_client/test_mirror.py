@@ -108,6 +108,35 @@ def test_i2_only_a_contiguous_completed_prefix_is_published():
     assert [done.block_index for done in queue.poll()] == [0, 1, 2]
 
 
+def test_i2_tokens_that_are_not_accepted_yet_hold_their_block_back():
+    queue, tracker = make_queue()
+    queue.open_request("a")
+    queue.add_block("a", 0, 5)
+    note_all_units(queue, [whole("a", 0)])
+    queue.seal()
+    tracker.complete()
+    assert queue.poll() == []
+    assert not queue.is_completed("a", 0)
+    queue.accept("a", SIZE)
+    assert queue.poll() == [CompletedBlock("a", 0, 5)]
+
+
+def test_i2_a_block_waits_for_an_earlier_one_that_is_not_even_known():
+    queue, tracker = make_queue()
+    queue.open_request("a")
+    queue.accept("a", 2 * SIZE)
+    queue.add_block("a", 1, 6)
+    note_all_units(queue, [whole("a", 1)])
+    queue.seal()
+    tracker.complete()
+    assert queue.poll() == []
+    queue.add_block("a", 0, 5)
+    note_all_units(queue, [whole("a", 0)])
+    queue.seal()
+    tracker.complete()
+    assert [done.host_block for done in queue.poll()] == [5, 6]
+
+
 def test_i2_a_rejected_speculative_row_is_never_published():
     """Rows 2 and 3 were mirrored for tokens that were rejected; only their rewrite counts."""
     queue, tracker = make_queue(num_units=1)
