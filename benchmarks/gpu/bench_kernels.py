@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import itertools
 import json
 import sys
@@ -36,6 +37,7 @@ from benchmarks.gpu.workloads import (
     step_inputs,
     time_us,
 )
+from worker_client.kernels import cuda
 from worker_client.kernels.cuda import CudaBackend, CudaTuning
 from worker_client.kernels.interface import (
     GroupPages,
@@ -46,6 +48,8 @@ from worker_client.kernels.interface import (
 
 ROW = 656
 TOP_K = 2_048
+FLUSH = True
+"""Write through the second-level cache before each gather, as the layers between two would do."""
 
 
 class Report:
@@ -191,7 +195,8 @@ def time_gather(
     moved = [int(plan.miss_counts.sum()) for plan in plans]
 
     def before(index: int) -> None:
-        flush_l2()
+        if FLUSH:
+            flush_l2()
         copy_plan(plans[index % len(plans)], static)
 
     times = time_us(
@@ -579,9 +584,9 @@ def sweep_gather(
     lists.append(("cold.uniform", pages, [uniform_plan(pages, 64, s) for s in range(4)]))
     started = time.perf_counter()
     combinations = itertools.product(
-        ((512, 8, 1), (1024, 4, 1), (512, 4, 2), (256, 8, 1), (512, 12, 1)),
-        (132, 66, 32, 264, 16),
-        ((1 << 30, 21), (0, 21), (0, 27), (0, 24), (0, 18), (0, 16)),
+        ((512, 8, 1), (256, 8, 1), (512, 12, 1), (512, 4, 1)),
+        (132, 66, 32, 16),
+        ((1 << 30, 21), (0, 21), (0, 23), (0, 20)),
     )
     for (threads, unroll, resident), blocks, (least, shift) in combinations:
         tuning = replace(
@@ -609,11 +614,37 @@ def sweep_gather(
 
 
 def sweep_resolve(report: Report, pages: GroupPages, base: CudaTuning) -> None:
-    for threads, factor in itertools.product((1024, 512), (4.0, 2.0)):
+    for threads, factor in itertools.product((1024, 512), (4.0, 6.0, 3.0)):
         tuning = replace(base, resolve_threads=threads, table_factor=factor)
         bench_resolve(
             report, CudaBackend(DEVICE, tuning=tuning), pages, tag=f".t{threads}.f{factor:g}"
         )
+
+
+def profile_resolve(pages: GroupPages, base: CudaTuning) -> None:
+    """Clock cycles between the phases of the resolve kernel, mean over blocks and steps."""
+    usual = cuda.resolve_spec
+    cuda.resolve_spec = functools.partial(usual, profile=True)  # type: ignore[assignment]
+    try:
+        for requests, threads in ((1, 1024), (64, 1024), (256, 512), (256, 1024)):
+            made = CudaBackend(DEVICE, tuning=replace(base, resolve_threads=threads))
+            context = 65_536 if requests <= 64 else 32_768
+            work = Workload(made, pages, requests=requests, context=context, hot_rows=4_096)
+            stamps = torch.zeros((requests, 128), dtype=torch.uint8, device=DEVICE)
+            work.state = replace(work.state, workspace=stamps)
+            work.warm()
+            total = torch.zeros((requests, 15), dtype=torch.float64, device=DEVICE)
+            for _ in range(10):
+                work.advance()
+                stamps.zero_()
+                torch.cuda._sleep(400_000)
+                work.resolve()
+                clocks = stamps.view(torch.int64).view(requests, 16)
+                total += clocks.diff(dim=1).double() / 10
+            cycles = [round(v) for v in total.mean(0).tolist()[:11]]
+            print(f"profile {requests} requests, {threads} threads: {cycles} sum {sum(cycles)}")
+    finally:
+        cuda.resolve_spec = usual
 
 
 def sweep_blocks(report: Report, pool: Pool, base: CudaTuning) -> None:
@@ -632,7 +663,10 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--tuning", default="{}", help="JSON of CudaTuning fields")
     parser.add_argument("--small-gib", type=int, default=16)
     parser.add_argument("--large-gib", type=int, default=24)
+    parser.add_argument("--no-flush", action="store_true")
     options = parser.parse_args(arguments)
+    global FLUSH  # one process, one mode
+    FLUSH = not options.no_flush
     tuning = CudaTuning(**json.loads(options.tuning))
     report = Report(options.commit)
     started = time.perf_counter()
@@ -662,6 +696,7 @@ def main(arguments: list[str]) -> None:
         "beside": lambda: bench_beside_product(report, backend, small),
         "model": lambda: bench_model(report, backend, pool),
         "sweep_resolve": lambda: sweep_resolve(report, single_pages(small, 16_500), tuning),
+        "sweep_profile": lambda: profile_resolve(single_pages(small, 16_500), tuning),
         "sweep_blocks": lambda: sweep_blocks(report, small, tuning),
         "sweep": lambda: sweep_gather(report, pool, small, tuning, options.sweep_s),
     }

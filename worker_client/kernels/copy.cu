@@ -1,10 +1,10 @@
 // Copies between host memory and the device in 16-byte lanes: gather, stage, mirror, restore.
 //
-// The link is the limit, and two things keep it busy: many rows in flight (each warp loads
-// HS_COPY_UNROLL x 512 bytes before it stores any), and host addresses that a multiprocessor can
-// translate without a miss. The span of addresses that one multiprocessor touches decides, not the
-// page size (h200.md), so a wide list is split by address: 2^map_shift bytes of host memory always
-// belong to the same thread block, whatever the order of the batch.
+// The link is the limit, and two things keep it busy: rows in flight (each warp loads HS_COPY_UNROLL x
+// 512 bytes before it stores any), and few misses of address translation. An H200 serves about 30
+// misses a microsecond, each good for 2 MiB: random rows of 656 bytes over 16 GiB stop at 20 GB/s.
+// So a long list is taken in the order of host addresses: 2^map_shift bytes of host memory belong to
+// one thread block, which groups its rows by such pieces; all blocks walk up through memory together.
 //
 // Compiled with HS_COPY_UNROLL, HS_THREADS and HS_BLOCKS_PER_SM.
 #include "common.cuh"
@@ -13,7 +13,8 @@ constexpr i32 kThreads = HS_THREADS;
 constexpr i32 kWarps = kThreads / 32;
 constexpr i32 kUnroll = HS_COPY_UNROLL;
 constexpr i32 kListCapacity = 8192;
-constexpr i32 kScanUnroll = 4;
+constexpr i32 kBins = 2048;
+constexpr i32 kScanUnroll = 8;
 static_assert(kThreads == 1024 || kThreads == 512 || kThreads == 256, "block scan");
 
 struct RowArgs {
@@ -129,11 +130,16 @@ __device__ __forceinline__ void entry_offsets(
 }
 
 struct Lists {
-    u32 starts[1025];         // entries of lists before, in this group of lists
-    u32 warp_sums[32];
     u32 entries[kListCapacity];
+    u32 bins[kBins];
+    u32 starts[1025];  // entries of lists before, in this group of lists
+    u32 warp_sums[32];
     u32 length;
+    u16 bin_of[kListCapacity];
+    u16 order[kListCapacity];
 };
+static_assert(sizeof(Lists) <= HS_LIST_BYTES, "dynamic shared memory, see cuda.py");
+static_assert(kBins % kThreads == 0, "bins of a thread");
 
 __device__ __forceinline__ i32 batch_rows(const RowArgs& a, i64 rows, i64 warps) {
     const i32 most = min(32, max(1, 32 * kUnroll / (a.num_layers * a.row_lanes)));
@@ -155,12 +161,36 @@ __device__ __forceinline__ u32 sum_counts(const RowArgs& a, Lists& s, i32 first,
     const u32 of_warp = thread < kWarps ? s.warp_sums[thread] : 0;
     const u32 base = __shfl_sync(kFullWarp, warp_exclusive_scan(of_warp, total), warp);
     s.starts[threadIdx.x] = base + before;
+    for (i32 i = threadIdx.x; i < kBins; i += kThreads) s.bins[i] = 0;
     if (threadIdx.x == 0) {
         s.starts[lists] = total;
         s.length = 0;
     }
     __syncthreads();
     return total;
+}
+
+// A few rows: one a warp, without waiting for more than the counts. Returns whether that was all.
+template <Direction D>
+__device__ __forceinline__ bool copy_few(const RowArgs& a) {
+    if (a.counts == nullptr || a.num_lists > 32) return false;
+    const i32 thread = threadIdx.x % 32;
+    const u32 lists = a.num_lists, step = gridDim.x * kWarps / lists;
+    const u32 warp = threadIdx.x / 32 * gridDim.x + blockIdx.x;
+    const u32 list = warp % lists;
+    u32 index = warp / lists;
+    // The row ids are read before it is known whether there are so many.
+    i64 host = -1, device = -1;
+    if (index < a.list_stride) entry_offsets(a, list * a.list_stride + index, host, device);
+    const u32 count = thread < (i32)lists ? a.counts[thread] : 0;
+    if (warp_sum(count) > gridDim.x * kWarps) return false;
+    const u32 mine = __shfl_sync(kFullWarp, count, list);
+    while (index < mine) {
+        copy_rows<D>(a, host, device, 1);
+        index += step;
+        if (index < mine) entry_offsets(a, list * a.list_stride + index, host, device);
+    }
+    return true;
 }
 
 // Entries in list order, spread over all warps of the grid.
@@ -210,14 +240,19 @@ __device__ __forceinline__ void scan_entries(const RowArgs& a, Lists& s, i32 fir
 #pragma unroll
         for (i32 u = 0; u < kScanUnroll; ++u) {
             const u32 entry = (u32)list_base + begin + u * 32 + thread;
-            const bool mine = row[u] >= 0 && (u32)(host_offset(a, row[u]) >> a.map_shift) %
-                                                     gridDim.x == blockIdx.x;
+            const u32 piece = row[u] < 0 ? 0 : (u32)(host_offset(a, row[u]) >> a.map_shift);
+            const bool mine = row[u] >= 0 && piece % gridDim.x == blockIdx.x;
             const u32 mask = __ballot_sync(kFullWarp, mine);
             if (mask == 0) continue;
             u32 at = 0;
             if (thread == 0) at = atomicAdd(&s.length, __popc(mask));
             at = __shfl_sync(kFullWarp, at, 0) + __popc(mask & lanes_below());
-            if (mine && at < kListCapacity) s.entries[at] = entry;
+            if (mine && at < kListCapacity) {
+                const u32 bin = piece / gridDim.x % kBins;
+                s.entries[at] = entry;
+                s.bin_of[at] = (u16)bin;
+                atomicAdd(&s.bins[bin], 1u);
+            }
             // The list is full (nearly all rows within one range): copy the rest at once.
             u32 rest = __ballot_sync(kFullWarp, mine && at >= kListCapacity);
             for (; rest; rest &= rest - 1) {
@@ -230,18 +265,47 @@ __device__ __forceinline__ void scan_entries(const RowArgs& a, Lists& s, i32 fir
     }
 }
 
+// Orders the list by bin.
+__device__ __forceinline__ void group_entries(Lists& s, u32 length) {
+    constexpr i32 kEach = kBins / kThreads;
+    const i32 warp = threadIdx.x / 32, thread = threadIdx.x % 32;
+    u32 counts[kEach], sum = 0, total;
+#pragma unroll
+    for (i32 i = 0; i < kEach; ++i) {
+        counts[i] = s.bins[threadIdx.x * kEach + i];
+        sum += counts[i];
+    }
+    const u32 before = warp_exclusive_scan(sum, total);
+    if (thread == 0) s.warp_sums[warp] = total;
+    __syncthreads();
+    const u32 of_warp = thread < kWarps ? s.warp_sums[thread] : 0;
+    u32 at = before + __shfl_sync(kFullWarp, warp_exclusive_scan(of_warp, total), warp);
+#pragma unroll
+    for (i32 i = 0; i < kEach; ++i) {
+        s.bins[threadIdx.x * kEach + i] = at;
+        at += counts[i];
+    }
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < length; i += kThreads) {
+        s.order[atomicAdd(&s.bins[s.bin_of[i]], 1u)] = (u16)i;
+    }
+    __syncthreads();
+}
+
 template <Direction D>
 __device__ __forceinline__ void copy_by_address(const RowArgs& a, Lists& s, i32 first, i32 lists) {
     scan_entries<D>(a, s, first, lists);
     __syncthreads();
     const i32 thread = threadIdx.x % 32;
     const u32 length = min(s.length, (u32)kListCapacity);
+    group_entries(s, length);
     const u32 rows = batch_rows(a, length, kWarps);
     for (u32 base = threadIdx.x / 32 * rows; base < length; base += kWarps * rows) {
         const u32 count = min(rows, length - base);
         i64 host = -1, device = -1;
         if (thread < (i32)count) {
-            entry_offsets(a, (i64)first * a.list_stride + s.entries[base + thread], host, device);
+            const u32 entry = s.entries[s.order[base + thread]];
+            entry_offsets(a, (i64)first * a.list_stride + entry, host, device);
         }
         copy_rows<D>(a, host, device, count);
     }
@@ -249,7 +313,9 @@ __device__ __forceinline__ void copy_by_address(const RowArgs& a, Lists& s, i32 
 
 template <Direction D>
 __device__ __forceinline__ void copy_lists(const RowArgs& a) {
-    __shared__ Lists s;
+    extern __shared__ __align__(16) u8 shared[];
+    Lists& s = *(Lists*)shared;
+    if (copy_few<D>(a)) return;
     for (i32 first = 0; first < a.num_lists; first += kThreads) {
         const i32 lists = min(kThreads, a.num_lists - first);
         const u32 total = sum_counts(a, s, first, lists);

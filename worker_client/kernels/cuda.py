@@ -43,6 +43,9 @@ MAX_CACHED_HOT_BLOCKS: Final = 1_024
 NARROW_KEY_ROWS: Final = 2**32 - 1
 """Host rows below it have 32-bit keys; all ones marks an empty entry."""
 
+LIST_BYTES: Final = 78 * 1024
+"""Dynamic shared memory of a block that copies rows (struct Lists of copy.cu)."""
+
 _RESERVED_SHARED_BYTES: Final = 1_024
 _MIN_TABLE_FACTOR: Final = 1.25
 
@@ -185,7 +188,9 @@ class _ResetArgs(ctypes.Structure):
     )
 
 
-def resolve_spec(*, threads: int, wide_keys: bool, global_hash: bool) -> KernelSpec:
+def resolve_spec(
+    *, threads: int, wide_keys: bool, global_hash: bool, profile: bool = False
+) -> KernelSpec:
     """A variant of resolve.cu."""
     return KernelSpec.make(
         "resolve.cu",
@@ -194,6 +199,7 @@ def resolve_spec(*, threads: int, wide_keys: bool, global_hash: bool) -> KernelS
             "HS_BLOCKS_PER_SM": 1024 // threads,
             "HS_WIDE_KEYS": int(wide_keys),
             "HS_GLOBAL_HASH": int(global_hash),
+            "HS_PROFILE": int(profile),
             "HS_SIZEOF_ARGS": ctypes.sizeof(_ResolveArgs),
         },
     )
@@ -209,6 +215,7 @@ def copy_spec(tuning: CudaTuning) -> KernelSpec:
             "HS_BLOCKS_PER_SM": tuning.copy_blocks_per_sm,
             "HS_SIZEOF_ROWS": ctypes.sizeof(_RowArgs),
             "HS_SIZEOF_BLOCKS": ctypes.sizeof(_BlockArgs),
+            "HS_LIST_BYTES": LIST_BYTES,
         },
     )
 
@@ -553,6 +560,7 @@ class CudaBackend:
             args,
             blocks=self.tuning.gather_blocks,
             threads=self.tuning.copy_threads,
+            shared_bytes=LIST_BYTES,
         )
 
     # --- blocks ----------------------------------------------------------------------------------

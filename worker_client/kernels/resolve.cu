@@ -2,15 +2,23 @@
 //
 // One thread block a request, one launch a step. The hash holds the *wanted* rows of this step (at
 // most top_k * query rows), not the hot rows: the hot map is then read once, coalesced, and nothing
-// has to be kept up to date between steps. Linear probing in a table of at least twice the slots
-// where shared memory allows; a table that is nearly full is what made a public peer 20 times slower.
+// has to be kept up to date between steps. A bucket is one 16-byte load, four slots stand for each
+// wanted row where shared memory allows: a search is one load, and a thread's searches overlap.
 //
 // Compiled with
 //   HS_THREADS        threads of a block (512 or 1024)
 //   HS_BLOCKS_PER_SM  blocks that must fit a multiprocessor at once
 //   HS_WIDE_KEYS      1 where a host row may need more than 32 bits
 //   HS_GLOBAL_HASH    1 where the step's rows do not fit in shared memory: tables in the workspace
+//   HS_PROFILE        1 to note the clock at each phase in the workspace, 16 words a request
 #include "common.cuh"
+
+#if HS_PROFILE
+#define HS_STAMP(i) \
+    if (threadIdx.x == 0) ((i64*)a.workspace)[blockIdx.x * 16 + (i)] = clock64()
+#else
+#define HS_STAMP(i)
+#endif
 
 #if HS_WIDE_KEYS
 using Key = u64;
@@ -22,7 +30,7 @@ constexpr Key kEmptyKey = 0xffffffffu;
 
 constexpr i32 kThreads = HS_THREADS;
 constexpr i32 kWarps = kThreads / 32;
-constexpr i32 kSlotBatch = 4096 / kThreads;  // hot slots a thread loads at once
+constexpr i32 kSlotBatch = 4;                // hot slots a thread loads at once
 constexpr i32 kLaneBatch = 2048 / kThreads;  // top-k lanes a thread loads at once
 constexpr i32 kMaxRows = 8;                  // limits.MAX_SPECULATIVE_ROWS
 constexpr u32 kNone = 0xffffffffu;           // lane that is answered already
@@ -78,7 +86,7 @@ struct ResolveArgs {
 };
 static_assert(sizeof(ResolveArgs) == HS_SIZEOF_ARGS, "mirrored in cuda.py");
 
-struct Small {
+struct __align__(16) Small {
     u32 age_counts[256];
     u32 warp_first[32];
     u32 warp_misses[32];
@@ -94,18 +102,15 @@ template <typename T> __device__ __forceinline__ T peek(const T* p) { return __l
 template <typename T> __device__ __forceinline__ T peek(const T* p) { return *p; }
 #endif
 
-__device__ __forceinline__ u32 home_of(Key key, u32 table_slots) {
+constexpr u32 kWays = 16 / sizeof(Key);  // slots of a bucket
+
+__device__ __forceinline__ u32 home_of(Key key, u32 buckets) {
 #if HS_WIDE_KEYS
     const u32 hash = mix32((u32)key ^ (u32)(key >> 32) * 0x85ebca6bu);
 #else
     const u32 hash = mix32(key);
 #endif
-    return __umulhi(hash, table_slots);
-}
-
-__device__ __forceinline__ u32 next_entry(u32 entry, u32 table_slots) {
-    ++entry;
-    return entry == table_slots ? 0 : entry;
+    return __umulhi(hash, buckets);
 }
 
 struct Tables {
@@ -157,24 +162,58 @@ __device__ __forceinline__ void write_padding(const ResolveArgs& a, i64 row) {
     if (threadIdx.x == 0) a.valid_counts[row] = 0;
 }
 
-__device__ __forceinline__ u32 insert(const Tables& t, u32 table_slots, Key key, u32 lane) {
-    u32 entry = home_of(key, table_slots);
-    while (true) {
-        const Key old = atomicCAS(&t.keys[entry], kEmptyKey, key);
-        if (old == kEmptyKey || old == key) break;
-        entry = next_entry(entry, table_slots);
-    }
-    atomicMin(&t.values[entry], lane);
-    return entry;
+union Bucket {
+    uint4 raw;
+    Key way[kWays];
+};
+
+__device__ __forceinline__ Bucket load_bucket(const Tables& t, u32 bucket) {
+    Bucket found;
+    found.raw = peek((const uint4*)t.keys + bucket);
+    return found;
 }
 
-__device__ __forceinline__ u32 find(const Tables& t, u32 table_slots, Key key) {
-    u32 entry = home_of(key, table_slots);
+__device__ __forceinline__ u32 next_bucket(u32 bucket, u32 buckets) {
+    ++bucket;
+    return bucket == buckets ? 0 : bucket;
+}
+
+// A bucket is filled in the order of its ways before the next one is used. `seen` may be older than
+// the bucket: then the exchange fails and the next way is tried.
+__device__ __forceinline__ u32 insert(
+    const Tables& t, u32 buckets, Key key, u32 lane, u32 bucket, Bucket seen
+) {
     while (true) {
-        const Key found = peek(&t.keys[entry]);
-        if (found == key) return entry;
-        if (found == kEmptyKey) return kNone;
-        entry = next_entry(entry, table_slots);
+#pragma unroll
+        for (u32 way = 0; way < kWays; ++way) {
+            const u32 entry = bucket * kWays + way;
+            Key old = seen.way[way];
+            if (old == kEmptyKey) {
+                old = atomicCAS(&t.keys[entry], kEmptyKey, key);
+                if (old == kEmptyKey) old = key;
+            }
+            if (old == key) {
+                atomicMin(&t.values[entry], lane);
+                return entry;
+            }
+        }
+        bucket = next_bucket(bucket, buckets);
+        seen = load_bucket(t, bucket);
+    }
+}
+
+__device__ __forceinline__ u32 find(
+    const Tables& t, u32 buckets, Key key, u32 bucket, Bucket seen
+) {
+    while (true) {
+        u32 entry = kNone;
+#pragma unroll
+        for (u32 way = 0; way < kWays; ++way) {
+            if (seen.way[way] == key) entry = bucket * kWays + way;
+        }
+        if (entry != kNone || seen.way[kWays - 1] == kEmptyKey) return entry;
+        bucket = next_bucket(bucket, buckets);
+        seen = load_bucket(t, bucket);
     }
 }
 
@@ -256,36 +295,46 @@ __device__ __forceinline__ bool enter_lanes(
 ) {
     u32 num_resident = 0, num_invalid = 0;
     bool any = false;
+    const u32 buckets = a.table_slots / kWays;
+    Key keys[kLaneBatch];
+    Bucket seen[kLaneBatch];
+    bool resident[kLaneBatch], wanted[kLaneBatch];
+#pragma unroll
+    for (i32 u = 0; u < kLaneBatch; ++u) {
+        const i32 device_block = batch.device_block[u], host_block = batch.host_block[u];
+        const i32 page = block_of(batch.position[u], a.block_size, a.block_shift);
+        const i32 offset = batch.position[u] - page * a.block_size;
+        // A block past the end would be read or written outside the pool: the lane is invalid.
+        resident[u] = device_block > 0 && device_block < a.num_device_blocks;
+        wanted[u] =
+            !resident[u] && has_hot && host_block > 0 && host_block < a.num_source_blocks;
+        keys[u] = (Key)((i64)host_block * a.block_size + offset);
+        if (wanted[u]) seen[u] = load_bucket(t, home_of(keys[u], buckets));
+    }
 #pragma unroll
     for (i32 u = 0; u < kLaneBatch; ++u) {
         const i32 lane = base + u * 32 + threadIdx.x % 32;
         if (base + u * 32 >= end) break;
-        const i32 position = batch.position[u];
-        const i32 device_block = batch.device_block[u], host_block = batch.host_block[u];
-        const i32 page = block_of(position, a.block_size, a.block_shift);
-        const i32 offset = position - page * a.block_size;
-        // A block past the end would be read or written outside the pool: the lane is invalid.
-        const bool is_resident = device_block > 0 && device_block < a.num_device_blocks;
-        const bool is_host =
-            !is_resident && has_hot && host_block > 0 && host_block < a.num_source_blocks;
         if (lane < end) {
             u32 entry = kNone;
-            if (is_host) {
-                const i64 host_row = (i64)host_block * a.block_size + offset;
-                entry = insert(t, a.table_slots, (Key)host_row, lane);
+            if (wanted[u]) {
+                entry = insert(t, buckets, keys[u], lane, home_of(keys[u], buckets), seen[u]);
                 any = true;
             } else {
+                const i32 position = batch.position[u];
+                const i32 page = block_of(position, a.block_size, a.block_shift);
+                const i64 physical = (i64)batch.device_block[u] * a.block_stride_rows +
+                                     (position - page * a.block_size);
                 i64 row;
                 i32 column;
                 lane_place(a, r, lane, row, column);
-                const i64 physical = (i64)device_block * a.block_stride_rows + offset;
-                write_row(a, row, column, is_resident ? physical : -1);
-                num_resident += is_resident;
-                num_invalid += position >= 0 && !is_resident;
+                write_row(a, row, column, resident[u] ? physical : -1);
+                num_resident += resident[u];
+                num_invalid += position >= 0 && !resident[u];
             }
             t.lane_entry[lane] = entry;
         }
-        count_valid(a, r, s, lane, is_resident || is_host);
+        count_valid(a, r, s, lane, resident[u] || wanted[u]);
     }
     num_resident = warp_sum(num_resident);
     num_invalid = warp_sum(num_invalid);
@@ -323,13 +372,22 @@ __device__ __forceinline__ void match_slots(
     const SlotBatch& batch
 ) {
     const i64 first = (i64)r.slot * a.hot_rows;
+    const u32 buckets = a.table_slots / kWays;
+    // The searches of a thread overlap: all first buckets are loaded before any is looked at.
+    Bucket seen[kSlotBatch];
+#pragma unroll
+    for (i32 u = 0; u < kSlotBatch; ++u) {
+        seen[u] = load_bucket(t, home_of((Key)batch.host_row[u], buckets));
+    }
 #pragma unroll
     for (i32 u = 0; u < kSlotBatch; ++u) {
         const i32 slot = base + u * 32 + threadIdx.x % 32;
         if (slot >= end) break;
         const i64 host_row = batch.host_row[u];
         const bool in_range = host_row >= 0 && (u64)host_row < (u64)kEmptyKey;
-        const u32 entry = in_range ? find(t, a.table_slots, (Key)host_row) : kNone;
+        const Key key = (Key)host_row;
+        const u32 entry =
+            in_range ? find(t, buckets, key, home_of(key, buckets), seen[u]) : kNone;
         if (entry != kNone) {
             t.values[entry] = kHit | (u32)slot;
             a.last_use[first + slot] = clock;
@@ -396,12 +454,13 @@ struct Cut {
 // Finds the highest bin at which `wanted` slots are reached, going down from bin 255.
 __device__ __forceinline__ i32 find_bin(const u32* counts, u32 wanted, u32& take, u32& in_bin) {
     const i32 thread = threadIdx.x % 32;
-    u32 bins[8], sum = 0, total;
+    // Two 16-byte loads: single words at this stride would meet in four banks.
+    const uint4 high = ((const uint4*)counts)[63 - 2 * thread];
+    const uint4 low = ((const uint4*)counts)[62 - 2 * thread];
+    const u32 bins[8] = {high.w, high.z, high.y, high.x, low.w, low.z, low.y, low.x};
+    u32 sum = 0, total;
 #pragma unroll
-    for (i32 i = 0; i < 8; ++i) {
-        bins[i] = counts[255 - thread * 8 - i];
-        sum += bins[i];
-    }
+    for (i32 i = 0; i < 8; ++i) sum += bins[i];
     u32 before = warp_exclusive_scan(sum, total);
     const bool here = before < wanted && wanted <= before + sum;
     i32 bin = 0;
@@ -476,6 +535,7 @@ __device__ __forceinline__ void choose_victims(
     const i32 end = min(begin + r.slots_per_warp, a.hot_rows);
     count_ages(t, s, begin, end);
     __syncthreads();
+    HS_STAMP(6);
     Cut cut;
     u32 in_bin;
     cut.age = find_bin(s.age_counts, num_misses, cut.take, in_bin);
@@ -493,7 +553,9 @@ __device__ __forceinline__ void choose_victims(
         num_tied += __popc(tied);
     }
     if (thread == 0) s.warp_victims[warp] = num_sure | num_tied << 16;
+    HS_STAMP(7);
     __syncthreads();
+    HS_STAMP(8);
     u32 total;
     const u32 packed = thread < kWarps ? s.warp_victims[thread] : 0;
     const u32 before = __shfl_sync(kFullWarp, warp_exclusive_scan(packed, total), warp);
@@ -613,13 +675,16 @@ __device__ __forceinline__ void resolve_wanted(
     const i32 warp = threadIdx.x / 32, thread = threadIdx.x % 32;
     answer_hits(a, t, r, s);
     __syncthreads();
+    HS_STAMP(5);
     const u32 firsts = thread < kWarps ? s.warp_first[thread] : 0;
     const u32 rank = __shfl_sync(kFullWarp, warp_exclusive_scan(firsts, num_misses), warp);
     miss_lanes = warp_sum(thread < kWarps ? s.warp_misses[thread] : 0);
     if (num_misses == 0) return;
     choose_victims(a, t, r, s, clock, num_misses);
     __syncthreads();
+    HS_STAMP(9);
     plan_misses(a, t, r, rank);
+    HS_STAMP(10);
     if (miss_lanes > num_misses) {
         __syncthreads();
         answer_duplicates(a, t, r);
@@ -658,21 +723,26 @@ __device__ __forceinline__ void resolve_request(
     for (i32 i = threadIdx.x; i < a.cached_hot_blocks; i += kThreads) {
         t.hot_table[i] = r.hot_table[i];
     }
+    HS_STAMP(1);
     clear_shared(a, t, s);
     __syncthreads();
+    HS_STAMP(2);
     bool any = enter_lanes(a, t, r, s, lane_begin, lane_end, has_hot, lanes);
     for (i32 base = lane_begin + 32 * kLaneBatch; base < lane_end; base += 32 * kLaneBatch) {
         load_lanes(a, r, base, lane_end, lanes);
         any |= enter_lanes(a, t, r, s, base, lane_end, has_hot, lanes);
     }
     u32 num_misses = 0, miss_lanes = 0;
-    if (__syncthreads_or(any)) {
+    const bool none = !__syncthreads_or(any);
+    HS_STAMP(3);
+    if (!none) {
         match_slots(a, t, r, clock, slot_begin, slot_end, slots);
         for (i32 base = slot_begin + 32 * kSlotBatch; base < slot_end; base += 32 * kSlotBatch) {
             load_slots(a, r, base, slot_end, slots);
             match_slots(a, t, r, clock, base, slot_end, slots);
         }
         __syncthreads();
+        HS_STAMP(4);
         resolve_wanted(a, t, r, s, clock, num_misses, miss_lanes);
     }
     finish(a, r, s, clock, miss_lanes, num_misses);
@@ -683,6 +753,7 @@ hs_resolve(const __grid_constant__ ResolveArgs a) {
     extern __shared__ __align__(16) u8 shared[];
     __shared__ Small s;
     const i64 used_rows = a.query_starts[a.num_requests];
+    HS_STAMP(0);
     if ((i32)blockIdx.x < a.num_requests) {
         Request r;
         if (load_request(a, r)) {
@@ -693,4 +764,5 @@ hs_resolve(const __grid_constant__ ResolveArgs a) {
         }
     }
     write_leftovers(a, used_rows);
+    HS_STAMP(11);
 }
