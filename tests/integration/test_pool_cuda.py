@@ -115,9 +115,9 @@ def test_a_cuda_failure_keeps_its_number(pool: Pool, registrars: list[CudaRegist
 @pytest.mark.parametrize(
     ("program", "says"),
     [
-        ("print('warning: something')\n" + WAIT, "not a report"),
-        ("print('[1]')\n" + WAIT, "not a report"),
-        ("sys.stdout.write('x' * 200000 + chr(10))\n" + WAIT, "not a report"),
+        ("print('warning: something', flush=True)\n" + WAIT, "not a report"),
+        ("print('[1]', flush=True)\n" + WAIT, "not a report"),
+        ("print('x' * 200000, flush=True)\n" + WAIT, "not a report"),
         ("say(event='ready')\n" + WAIT, "while starting"),
         ("say(event='dance')\n" + WAIT, "'dance'"),
         ("sys.exit(3)\n", "code 3"),
