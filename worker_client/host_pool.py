@@ -139,6 +139,12 @@ class HostPool:
         """Whether kernels may read this mapping."""
         return self._registration is not None
 
+    @property
+    def identity(self) -> tuple[int, int, int]:
+        """(st_dev, inode, payload offset): equal in all processes that map this backing."""
+        mine = self._backing_reply
+        return mine.device, mine.inode, mine.payload_offset_bytes
+
     def is_backed_by(self, backing: BackingReply) -> bool:
         """Whether `backing` is the memory that is mapped here; asked after a daemon's restart."""
         mine = self._backing_reply
