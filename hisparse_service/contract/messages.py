@@ -239,7 +239,10 @@ class BlocksReply(Reply, tag=20, frozen=True):
 
 
 class Lookup(Request, tag=21, frozen=True):
-    """The longest published prefix of these keys, pinned. No hit: no blocks, lease_id as given."""
+    """The longest published prefix of these keys, pinned. No hit: no blocks, lease_id as given.
+
+    The keys begin with the first block's, or behind a block that the lease pins.
+    """
 
     namespace_id: U16
     lease_id: U64

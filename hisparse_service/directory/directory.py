@@ -488,7 +488,8 @@ class Directory:
             session: Who asks.
             namespace: Where.
             key_space: 8 B tag that the keys were made for.
-            keys: Chained keys from the first block on, at most MAX_KEYS.
+            keys: Chained keys, at most MAX_KEYS: from the first block on, or from the one behind
+                a block that the lease pins.
             lease_id: A lease that gets the pins (renewed by this); 0 makes one.
             now_s: Monotonic time.
 

@@ -63,6 +63,8 @@ class Lookup:
             return True
         part = self._keys[self._at : self._at + max(1, max_keys)]
         blocks = self._namespace.blocks
+        if not self._at and not self._is_new_lease:
+            self._last = self._pinned_parent()
         found = blocks.match_prefix(part, after=self._last)
         if found.size:
             tick = blocks.next_tick()
@@ -81,6 +83,18 @@ class Lookup:
         self._at += len(part)
         self._is_done = len(found) < len(part) or self._at >= len(self._keys)
         return self._is_done
+
+    def _pinned_parent(self) -> int:
+        """The block above the first key, if the lease pins it; 0 otherwise.
+
+        So a lookup may go on where an earlier one of the lease ended, without its keys again.
+        """
+        blocks = self._namespace.blocks
+        first = blocks.index.find_one(int(self._keys[0, 0]), int(self._keys[0, 1]))
+        parent = int(blocks.columns.parent[first]) if first else 0
+        if parent and not len(self._lease.pins.missing(np.array([parent], np.intp))):
+            return parent
+        return 0
 
     def finish(self, now_s: float) -> LookupResult:
         """The result; the lease's deadline counts from now.
