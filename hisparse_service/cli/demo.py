@@ -1,0 +1,422 @@
+"""`hisparse-service demo`: decode real text with a real model through the service, and check it.
+
+One engine of several ranks runs some requests; then its workers end, and new ones on the same
+daemon run them again and find the prefixes. Every token and logit is compared with the same model's
+own cache, and every row that a rank read from host memory with what rank 0 computed. The exit code
+is 0 only if all of that agrees and every mechanism (spill, miss, eviction, restore) really ran.
+
+This process imports no torch: it drives processes of `worker_client.integrations.demo_worker` in
+lockstep, as an engine does its ranks. Main thread of the command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Optional
+
+import numpy as np
+import typer
+
+from hisparse_service.cli.demo_processes import PrivateDaemon, WorkerProcess
+from hisparse_service.cli.demo_report import (
+    Check,
+    DemoReport,
+    Phase,
+    Progress,
+    make_progress,
+    print_report,
+)
+from hisparse_service.cli.exit_codes import FAILED, USAGE, exit_code_of
+from hisparse_service.contract import limits
+from hisparse_service.contract.errors import CapacityError, ConfigError, HiSparseError
+
+_TOLERANCE: Final = {"float32": 1e-4, "bfloat16": 0.25}
+"""Greatest difference of a logit: sums are made in another order than in the model's own cache."""
+_SHARED_BYTES: Final = 288
+_SHORTEST_PROMPT: Final = 900
+_PROMPT_STEP: Final = 130
+_MAX_STEPS: Final = 100_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """What the command was asked for."""
+
+    workers: int = 2
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    text: Path | None = None
+    steps: int = 48
+    requests: int = 4
+    pool_bytes: int = 48 * limits.MIB
+    seed: int = 0
+    endpoint: str = ""
+    corrupt_host_rows: bool = False
+
+    def check(self) -> None:
+        """Refuse options that cannot work.
+
+        Raises:
+            ConfigError: With the option.
+        """
+        for name, value, low, high in (
+            ("--workers", self.workers, 1, 16),
+            ("--steps", self.steps, 2, 2_048),
+            ("--requests", self.requests, 1, 32),
+        ):
+            if not low <= value <= high:
+                raise ConfigError(f"{name} {value}: allowed are {low} to {high}")
+        missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
+        if missing:
+            raise ConfigError(
+                f"the demonstration needs {' and '.join(missing)}",
+                remedy="Install hisparse-service[transformers]",
+            )
+
+
+@dataclass
+class _Run:
+    """A demonstration under way."""
+
+    options: DemoOptions
+    directory: Path
+    job: dict[str, Any]
+    progress: Progress
+    report: DemoReport
+    expected: dict[str, tuple[list[int], Any]] = field(default_factory=dict)
+    """By request: the reference's tokens, and its logits [tokens, vocabulary]."""
+    faults_left: int = 0
+
+    @property
+    def job_path(self) -> Path:
+        return self.directory / "job.json"
+
+    @property
+    def names(self) -> list[str]:
+        return [request["name"] for request in self.job["requests"]]
+
+
+def run_demo(options: DemoOptions, progress: Progress) -> DemoReport:
+    """Run the demonstration and return what it found.
+
+    Raises:
+        HiSparseError: It could not run: options, daemon, memory.
+    """
+    options.check()
+    text = options.text or _shipped_text()
+    with contextlib.ExitStack() as stack:
+        directory = Path(tempfile.mkdtemp(prefix="hisparse-demo-"))
+        stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        endpoint, pool_bytes = options.endpoint, 0
+        if not endpoint:
+            progress.say(f"starting a daemon with a pool of {_mib(options.pool_bytes)}")
+            daemon = PrivateDaemon(options.pool_bytes)
+            stack.callback(daemon.close)
+            endpoint, pool_bytes = daemon.endpoint, options.pool_bytes
+        job = _job(options, text, directory, endpoint, pool_bytes)
+        run = _Run(options, directory, job, progress, DemoReport(text=str(text)))
+        run.faults_left = int(options.corrupt_host_rows)
+        run.job_path.write_text(json.dumps(job))
+        reference = WorkerProcess(run.job_path, rank=-1)
+        stack.callback(reference.stop)
+        for generation, title in enumerate(("first workers", "new workers, same daemon")):
+            outcome = _run_workers(run, generation, title)
+            if generation == 0:
+                _take_reference(run, reference)
+            _compare(run, generation, outcome)
+        _check_mechanisms(run)
+    return run.report
+
+
+def _shipped_text() -> Path:
+    spec = find_spec("worker_client")
+    if spec is None or spec.origin is None:
+        raise ConfigError("the package worker_client is not installed")
+    return Path(spec.origin).parent / "integrations" / "data" / "memory_hierarchies.txt"
+
+
+def _job(
+    options: DemoOptions, text: Path, directory: Path, endpoint: str, pool_bytes: int
+) -> dict[str, Any]:
+    """Prompts that begin alike and go on with a passage each, of different lengths."""
+    try:
+        text_bytes = text.stat().st_size
+    except OSError as error:
+        raise ConfigError(f"--text {text}: {error.strerror}") from error
+    lengths = [_SHORTEST_PROMPT + index * _PROMPT_STEP for index in range(options.requests)]
+    own_bytes = sum(length - _SHARED_BYTES for length in lengths)
+    if text_bytes < _SHARED_BYTES + own_bytes:
+        raise ConfigError(
+            f"--text {text} has {text_bytes} bytes, {options.requests} prompts need "
+            f"{_SHARED_BYTES + own_bytes}",
+            remedy="Give a longer text, or fewer --requests",
+        )
+    requests: list[dict[str, Any]] = []
+    offset = _SHARED_BYTES
+    for index, length in enumerate(lengths):
+        requests.append(
+            {
+                "name": f"request {index}",
+                "shared_bytes": _SHARED_BYTES,
+                "offset": offset,
+                "length": length,
+                "max_new_tokens": options.steps,
+            }
+        )
+        offset += length - _SHARED_BYTES
+    return {
+        "endpoint": endpoint,
+        "directory": str(directory),
+        "text": str(text.absolute()),
+        "requests": requests,
+        "seed": options.seed,
+        "device": options.device,
+        "dtype": options.dtype,
+        "world_size": options.workers,
+        "group": f"demo-{secrets.token_hex(4)}",
+        "pool_bytes": pool_bytes,
+    }
+
+
+# --- one set of workers ---------------------------------------------------------------------------
+
+
+@dataclass
+class _Outcome:
+    """What one set of workers generated: by rank and request."""
+
+    tokens: list[dict[str, list[int]]]
+    logits: list[Path]
+    reports: list[dict[str, Any]]
+
+
+def _run_workers(run: _Run, generation: int, title: str) -> _Outcome:
+    """Start the ranks, run all requests in lockstep, end the ranks."""
+    run.progress.say(f"{title}: starting {run.options.workers} processes")
+    with _workers(run, generation) as ranks:
+        hello = [rank.answer() for rank in ranks]
+        run.report.sizes = hello[0]
+        outcome = _Outcome([{name: [] for name in run.names} for _ in ranks], [], [])
+        with run.progress.phase(title, len(run.names) * run.options.steps):
+            _generate(run, ranks, outcome)
+        outcome.logits = [
+            run.directory / f"logits-{generation}-{index}.npz" for index in range(len(ranks))
+        ]
+        for rank, path in zip(ranks, outcome.logits, strict=True):
+            rank.ask("report", logits=str(path))
+        outcome.reports = [rank.answer() for rank in ranks]
+    prompt_tokens = sum(request["length"] for request in run.job["requests"])
+    run.report.phases.append(Phase(title, prompt_tokens, outcome.reports))
+    return outcome
+
+
+@contextlib.contextmanager
+def _workers(run: _Run, generation: int) -> Iterator[list[WorkerProcess]]:
+    with contextlib.ExitStack() as stack:
+        ranks: list[WorkerProcess] = []
+        for rank in range(run.options.workers):
+            ranks.append(WorkerProcess(run.job_path, rank=rank, generation=generation))
+            stack.callback(ranks[-1].stop)
+        yield ranks
+
+
+def _generate(run: _Run, ranks: Sequence[WorkerProcess], outcome: _Outcome) -> None:
+    waiting = list(range(len(run.names)))
+    for _ in range(_MAX_STEPS):
+        while waiting and _admit(ranks, waiting[0]):
+            waiting.pop(0)
+        for rank in ranks:
+            rank.ask("step")
+        answers = [rank.answer() for rank in ranks]
+        for index, answer in enumerate(answers):
+            for name, token, _ in answer["tokens"]:
+                outcome.tokens[index][name].append(token)
+        run.progress.advance(len(answers[0]["tokens"]), prefilled=answers[0]["prefilled"])
+        if run.faults_left and answers[0]["tokens"]:
+            _corrupt(run, ranks)
+        if not waiting and not answers[0]["running"]:
+            return
+    raise CapacityError(f"the requests did not end within {_MAX_STEPS} steps")
+
+
+def _admit(ranks: Sequence[WorkerProcess], index: int) -> bool:
+    """Let a request in on every rank, or on none; rank 0 decides how much of it is a hit."""
+    hit: int | None = None
+    for rank in ranks:
+        rank.ask("add", index=index, hit=hit)
+        try:
+            hit = rank.answer()["hit"]
+        except CapacityError:
+            if hit is not None:
+                raise
+            return False
+    return True
+
+
+def _corrupt(run: _Run, ranks: Sequence[WorkerProcess]) -> None:
+    """Damage some pages in the host pool behind everyone's back (a test of the checks)."""
+    run.faults_left = 0
+    for page in range(_SHARED_BYTES // 16, _SHARED_BYTES // 16 + 20):
+        ranks[0].ask("corrupt", request=run.names[0], page=page)
+        ranks[0].answer()
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
+
+def _take_reference(run: _Run, reference: WorkerProcess) -> None:
+    """Tokens and logits of the same model with its own cache."""
+    reference.answer()
+    with run.progress.phase("reference: the model's own cache", len(run.names)):
+        for index, name in enumerate(run.names):
+            path = run.directory / f"reference-{index}.npy"
+            reference.ask("run", index=index, logits=str(path))
+            tokens = reference.answer()["tokens"]
+            run.expected[name] = (tokens, np.load(path, allow_pickle=False))
+            run.progress.advance(1)
+
+
+def _compare(run: _Run, generation: int, outcome: _Outcome) -> None:
+    """Every token, every logit, every host row."""
+    title = run.report.phases[generation].title
+    tolerance = _TOLERANCE[run.options.dtype]
+    for rank, (tokens, path) in enumerate(zip(outcome.tokens, outcome.logits, strict=True)):
+        worst, wrong, count = 0.0, 0, 0
+        with np.load(path, allow_pickle=False) as logits:
+            for name, (expected, expected_logits) in run.expected.items():
+                wrong += sum(a != b for a, b in zip(tokens[name], expected, strict=False))
+                wrong += abs(len(tokens[name]) - len(expected))
+                count += len(expected)
+                worst = max(worst, _worst_difference(logits[name], expected_logits))
+        run.report.checks += [
+            Check(f"{title}, rank {rank}: tokens", wrong == 0, f"{count - wrong} of {count} equal"),
+            Check(
+                f"{title}, rank {rank}: logits",
+                worst <= tolerance,
+                f"differ by {worst:.1e} at most, {tolerance:g} allowed",
+            ),
+        ]
+        counters = outcome.reports[rank]
+        checked, bad = counters["checked_rows"], counters["wrong_rows"]
+        detail = f"{checked - bad} of {checked} equal rank 0's bytes"
+        if bad:
+            detail += f"; first: {counters['first_wrong']}"
+        run.report.checks.append(
+            Check(f"{title}, rank {rank}: host rows", bad == 0 and checked > 0, detail)
+        )
+
+
+def _worst_difference(logits: Any, expected: Any) -> float:
+    if logits.shape != expected.shape:
+        return float("inf")
+    difference = float(np.abs(logits - expected).max())
+    return difference if np.isfinite(difference) else float("inf")
+
+
+def _check_mechanisms(run: _Run) -> None:
+    """The demonstration shows nothing unless all of this really happened, on every rank."""
+    first, second = run.report.phases[0], run.report.phases[1]
+    happened = {
+        "pages spilled": [rank["spilled_pages"] for rank in first.ranks],
+        "rows missed": [rank["miss_rows"] for rank in first.ranks],
+        "hot rows evicted": [rank["evicted_hot_rows"] for rank in first.ranks],
+        "pages restored": [
+            one["restored_pages"] + two["restored_pages"]
+            for one, two in zip(first.ranks, second.ranks, strict=True)
+        ],
+        "prefix tokens found again": [rank["hit_tokens"] for rank in second.ranks],
+    }
+    for what, counts in happened.items():
+        detail = ", ".join(f"{count:,}" for count in counts)
+        run.report.checks.append(Check(what, min(counts) > 0, f"{detail} (by rank)"))
+    reading = [rank["published_pages"] - rank["mirrored_pages"] for rank in first.ranks[1:]]
+    mirrored = [rank["mirrored_pages"] for rank in first.ranks[1:] + second.ranks[1:]]
+    run.report.checks.append(
+        Check(
+            "rank 0 alone writes",
+            not any(mirrored),
+            f"the others mirrored {sum(mirrored)} pages and found {sum(reading):,} published",
+        )
+    )
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def demo(
+    workers: Annotated[int, typer.Option(help="Ranks of the engine: 0 writes, others read")] = 2,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
+    text: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Text to read; the one that is shipped by default"),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Tokens to generate for each request")] = 48,
+    requests: Annotated[int, typer.Option(help="Requests at once")] = 4,
+    pool_bytes: Annotated[
+        str, typer.Option(help='Pool of the private daemon, such as "48MiB"')
+    ] = "48MiB",
+    seed: Annotated[int, typer.Option(help="Of the model's weights")] = 0,
+    endpoint: Annotated[
+        str, typer.Option(help="Runtime directory of a running daemon, instead of a private one")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON")] = False,
+    corrupt_host_rows: Annotated[bool, typer.Option(hidden=True)] = False,
+) -> None:
+    """Decode real text through the service and check every token."""
+    from hisparse_service.config import parse_bytes
+
+    if device not in ("cpu", "cuda") or dtype not in _TOLERANCE:
+        raise ConfigError(f"--device {device} --dtype {dtype}: see --help for what there is")
+    options = DemoOptions(
+        workers=workers,
+        device="cuda" if device == "cuda" else "cpu",
+        dtype="bfloat16" if dtype == "bfloat16" else "float32",
+        text=text,
+        steps=steps,
+        requests=requests,
+        pool_bytes=parse_bytes(pool_bytes),
+        seed=seed,
+        endpoint=endpoint,
+        corrupt_host_rows=corrupt_host_rows,
+    )
+    report = run_demo(options, make_progress(is_quiet=as_json))
+    if as_json:
+        print(json.dumps(report.as_dict()))
+    else:
+        print_report(report)
+    raise typer.Exit(0 if report.is_good else FAILED)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command with these arguments; returns its exit code."""
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command()(demo)
+    command = typer.main.get_command(app)
+    try:
+        command.main(list(arguments), prog_name="hisparse-service demo", standalone_mode=False)
+    except HiSparseError as error:
+        print(f"{error.code}: {error}", file=sys.stderr)
+        return exit_code_of(error)
+    except typer.Exit as exit_:
+        return exit_.exit_code
+    except Exception as error:
+        # typer's usage errors are click's, which it may carry along under its own name.
+        if not hasattr(error, "show"):
+            raise
+        error.show()
+        return USAGE
+    return 0
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / limits.MIB:.0f} MiB"

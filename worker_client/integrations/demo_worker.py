@@ -1,0 +1,296 @@
+"""A process of the demonstration: ``python -m worker_client.integrations.demo_worker``.
+
+Started by `hisparse-service demo`, once for each rank and once for the reference. Commands come as
+JSON lines on standard input, each is answered by one JSON line on standard output, in order:
+
+    {"op": "add", "request": name, "hit": tokens or null}   admit a request
+    {"op": "step"}                                          one step of all requests
+    {"op": "corrupt", "request": name, "page": index}       damage a published host page
+    {"op": "report", "logits": path}                        counters; logits go to a file
+    {"op": "stop"}                                          leave the daemon and end
+
+The answer to a command that failed is {"error": {"code": ..., "message": ...}}. One thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import torch
+
+import worker_client
+from hisparse_service.contract.errors import HiSparseError, UsageError
+from worker_client.client import Client, CudaUse
+from worker_client.coordinator import Role
+from worker_client.integrations.demo_audit import RowLedger
+from worker_client.integrations.demo_model import (
+    DemoJob,
+    build_model,
+    load_job,
+    num_host_blocks,
+    tier_sizes,
+    weights_digest,
+)
+from worker_client.integrations.generation import Generator, GeneratorOptions
+from worker_client.integrations.transformers import ModelShape
+
+Answer = dict[str, Any]
+Operation = Callable[[Mapping[str, Any]], Answer]
+
+
+class DemoWorker:
+    """One rank.
+
+    Args:
+        job: What to run.
+        rank: 0 writes, all others only read.
+        generation: Which set of workers this is; each is an engine of its own.
+    """
+
+    def __init__(self, job: DemoJob, *, rank: int, generation: int) -> None:
+        self.job = job
+        self.rank = rank
+        model = build_model(job)
+        self.shape = ModelShape.of(model.config, getattr(torch, job.dtype))
+        sizes = tier_sizes(job, self.shape)
+        geometry = self.shape.host_geometry(block_size=sizes.block_size, layout=sizes.host_layout)
+        blocks = num_host_blocks(job, geometry)
+        self.client: Client = worker_client.connect(
+            job.endpoint,
+            client_name="hisparse-service demo",
+            group=f"{job.group}-{generation}",
+            rank=rank,
+            world_size=job.world_size,
+        )
+        self.client.wait_ready(timeout_s=30.0)
+        namespace = self.client.open_namespace(
+            model=f"glm-moe-dsa-demo-{weights_digest(model)}",
+            kv_dtype=job.dtype,
+            geometry=geometry,
+            name="demo",
+        )
+        self.audit = RowLedger(
+            Path(job.directory) / "rows.ledger", geometry, blocks, writes=rank == 0
+        )
+        self.generator = Generator(
+            model,
+            namespace,
+            sizes,
+            GeneratorOptions(
+                role=Role.WRITER if rank == 0 else Role.READER,
+                num_host_blocks=blocks,
+                cuda=CudaUse.REQUIRED if job.device == "cuda" else CudaUse.OFF,
+                audit=self.audit,
+            ),
+        )
+        self._logits: dict[str, list[np.ndarray[Any, Any]]] = {}
+
+    # --- commands -----------------------------------------------------------------------------
+
+    def hello(self) -> Answer:
+        """What the driver wants to know once."""
+        sizes, geometry = self.generator.tiers.sizes, self.generator.host_pool.geometry
+        groups = self.generator.tiers.num_resident_groups
+        config = self.generator.coordinator.config
+        keys = sum(
+            config.pages_for(request.length + request.max_new_tokens)
+            for request in self.job.requests
+        )
+        hot = config.hot_blocks * len(self.job.requests)
+        return {
+            "block_size": sizes.block_size,
+            "block_bytes": geometry.block_stride_bytes,
+            "num_host_blocks": self.generator.host_pool.num_blocks,
+            "resident_tokens": (sizes.num_device_blocks - 1 - keys - hot)
+            // groups
+            * sizes.block_size,
+            "hot_rows": (sizes.hot_rows or 0) * len(self.job.requests),
+            "top_k": self.shape.top_k,
+        }
+
+    def add(self, command: Mapping[str, Any]) -> Answer:
+        """Admit a request of the job."""
+        request = self.job.requests[int(command["index"])]
+        admission = self.generator.add(
+            request.name,
+            self.job.prompt(request),
+            max_new_tokens=request.max_new_tokens,
+            num_hit_tokens=command["hit"],
+        )
+        self._logits.setdefault(request.name, [])
+        return {"hit": admission.num_hit_tokens, "host_blocks": admission.num_host_blocks}
+
+    def step(self, _: Mapping[str, Any]) -> Answer:
+        """One step; the generated tokens."""
+        tokens = self.generator.step()
+        for token in tokens:
+            self._logits[token.request_id].append(token.logits.numpy())
+        return {
+            "tokens": [[token.request_id, token.token, token.is_last] for token in tokens],
+            "running": self.generator.num_requests,
+            "prefilled": self.generator.statistics.prefilled_tokens,
+            "wrong_rows": self.audit.wrong_rows,
+        }
+
+    def corrupt(self, command: Mapping[str, Any]) -> Answer:
+        """Flip one bit of each row of a published page: what the checks must find."""
+        page = self.generator.coordinator.pages(str(command["request"]))[int(command["page"])]
+        if not page.is_published:
+            raise UsageError(f"page {page.index} is not published yet")
+        pool = self.generator.host_pool
+        for layer in range(self.shape.num_layers):
+            pool.layer_view(layer)[page.host_block, :, 0] ^= 1
+        return {"host_block": page.host_block}
+
+    def report(self, command: Mapping[str, Any]) -> Answer:
+        """All counters; logits as ``<request>`` arrays [tokens, vocabulary] in an .npz file."""
+        self.generator.drain()
+        logits = {name: np.stack(rows) for name, rows in self._logits.items() if rows}
+        np.savez(Path(str(command["logits"])), allow_pickle=False, **logits)
+        coordinator, tiers = self.generator.coordinator, self.generator.tiers
+        swaps = tiers.swap_statistics()
+        miss_rows = sum(swap.miss_rows for swap in swaps)
+        forgotten = sum(swap.invalidated_rows for swap in swaps) + tiers.dropped_hot_rows
+        own = coordinator.statistics
+        return {
+            **{name: getattr(own, name) for name in own.__slots__},
+            "engine_steps": self.generator.statistics.steps,
+            "prefilled_tokens": self.generator.statistics.prefilled_tokens,
+            "generated_tokens": self.generator.statistics.generated_tokens,
+            "waits": self.generator.statistics.waits,
+            "recomputed_requests": self.generator.statistics.recomputed_requests,
+            "longest_context": self.generator.statistics.longest_context,
+            "resident_lanes": sum(swap.resident_lanes for swap in swaps),
+            "hot_lanes": sum(swap.hot_lanes for swap in swaps),
+            "miss_lanes": sum(swap.miss_lanes for swap in swaps),
+            "miss_rows": miss_rows,
+            "gathered_bytes": sum(swap.gathered_bytes for swap in swaps),
+            # A row that was brought in and is neither there nor forgotten made room for another.
+            "evicted_hot_rows": miss_rows - forgotten - tiers.num_hot_rows(),
+            "prefill_resident_rows": tiers.prefill_rows.resident,
+            "prefill_staged_rows": tiers.prefill_rows.staged,
+            "checked_rows": self.audit.checked_rows,
+            "wrong_rows": self.audit.wrong_rows,
+            "first_wrong": self.audit.first_wrong,
+        }
+
+    @property
+    def operations(self) -> Mapping[str, Operation]:
+        """What the driver may ask for."""
+        return {
+            "add": self.add,
+            "step": self.step,
+            "corrupt": self.corrupt,
+            "report": self.report,
+        }
+
+    def stop(self) -> None:
+        """Leave the daemon."""
+        self.generator.close()
+        self.client.close()
+
+
+class Reference:
+    """The same model with its own cache: what every token and logit is compared with."""
+
+    def __init__(self, job: DemoJob) -> None:
+        self.job = job
+        self.model = build_model(job)
+
+    def hello(self) -> Answer:
+        """Nothing to tell."""
+        return {}
+
+    def run(self, command: Mapping[str, Any]) -> Answer:
+        """Generate one request greedily; its logits go to a file."""
+        request = self.job.requests[int(command["index"])]
+        tokens, logits = self._generate(self.job.prompt(request), request.max_new_tokens)
+        np.save(Path(str(command["logits"])), logits, allow_pickle=False)
+        return {"tokens": tokens}
+
+    @torch.no_grad()
+    def _generate(
+        self, prompt: list[int], num_tokens: int
+    ) -> tuple[list[int], np.ndarray[Any, Any]]:
+        from transformers.cache_utils import DynamicCache
+
+        cache = DynamicCache(config=self.model.config)
+        ids = torch.tensor([prompt], device=self.model.device)
+        tokens: list[int] = []
+        rows: list[torch.Tensor] = []
+        for _ in range(num_tokens):
+            output = self.model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1)
+            rows.append(output.logits[0, -1].float().cpu())
+            tokens.append(int(rows[-1].argmax()))
+            ids = ids.new_tensor([[tokens[-1]]])
+        return tokens, torch.stack(rows).numpy()
+
+    @property
+    def operations(self) -> Mapping[str, Operation]:
+        """What the driver may ask for."""
+        return {"run": self.run}
+
+    def stop(self) -> None:
+        """Nothing to give back."""
+
+
+def _serve(process: DemoWorker | Reference, commands: TextIO, answers: TextIO) -> None:
+    def answer(value: Answer) -> None:
+        answers.write(json.dumps(value) + "\n")
+        answers.flush()
+
+    answer(process.hello())
+    for line in commands:
+        command = json.loads(line)
+        operation = str(command["op"])
+        if operation == "stop":
+            break
+        handler = process.operations.get(operation)
+        try:
+            if handler is None:
+                raise UsageError(f"unknown operation {operation!r}")
+            answer(handler(command))
+        except HiSparseError as error:
+            answer(_error(error))
+
+
+def _error(error: HiSparseError) -> Answer:
+    return {"error": {"code": error.code, "message": str(error)}}
+
+
+def main() -> int:
+    """Run one process of the demonstration."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--job", type=Path, required=True)
+    parser.add_argument("--rank", type=int, default=-1, help="-1: the reference")
+    parser.add_argument("--generation", type=int, default=0)
+    options = parser.parse_args()
+    # Standard output carries answers alone, whatever a library prints.
+    answers, sys.stdout = sys.stdout, sys.stderr
+    torch.set_num_threads(1)
+    process: DemoWorker | Reference | None = None
+    try:
+        job = load_job(options.job)
+        process = (
+            Reference(job)
+            if options.rank < 0
+            else DemoWorker(job, rank=options.rank, generation=options.generation)
+        )
+        _serve(process, sys.stdin, answers)
+    except HiSparseError as error:
+        answers.write(json.dumps(_error(error)) + "\n")
+        return 1
+    finally:
+        if process is not None:
+            process.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
