@@ -23,6 +23,9 @@ from hisparse_service.directory.results import BackingMode, MirrorItem
 _PUBLISHED_FIELDS = ("key_low", "key_high", "generation", "parent", "parent_generation", "depth",
                      "namespace", "checksum")  # fmt: skip
 
+HELD = (BlockState.RESERVED, BlockState.WRITING, BlockState.PUBLISHED)
+"""States in which somebody has a handle of the block."""
+
 
 def sealed(table: np.ndarray, *blocks: int) -> None:
     """Make records pass their check again after a test changed them."""
@@ -56,6 +59,18 @@ def test_published_blocks_come_back_with_key_parent_and_order_of_use(forest):
     twin = World(table=forest.table.copy())
     expected = forest.directory.evict(1, num_blocks=6).tolist()
     assert twin.directory.evict(1, num_blocks=6).tolist() == expected
+
+
+def test_blocks_used_at_the_same_time_go_deepest_first_after_adoption(forest):
+    lease = forest.lookup((7,)).lease_id
+    forest.lookup((0, 1, 9), lease=lease)
+    forest.lookup((0, 1, 2, 3), lease=lease)
+    forest.directory.release_leases(1, [lease])
+    twin = World(table=forest.table.copy())
+    depths = {row.block: row.depth for row in twin.directory.list_blocks(1)}
+    gone = twin.directory.evict(1, num_blocks=6).tolist()
+    assert [depths[block] for block in gone] == [3, 2, 2, 1, 0, 0]
+    assert gone == forest.directory.evict(1, num_blocks=6).tolist()
 
 
 def test_everything_unfinished_is_freed_with_its_generation_bumped(forest):
@@ -248,6 +263,7 @@ def test_a_crash_between_any_two_stores_leaves_old_or_new_and_nothing_else():
                      (4,), (4, 5), (4, 5, 6))
     }  # fmt: skip
     assert {entry[:2] for entry in genuine} == genuine_keys
+    handed_out: set[tuple[int, int]] = set()
     for name, table in log.snapshots:
         published = np.flatnonzero(table["state"] == BlockState.PUBLISHED)
         twin = World(table=table.copy())
@@ -258,7 +274,13 @@ def test_a_crash_between_any_two_stores_leaves_old_or_new_and_nothing_else():
         assert set(kept) <= set(published), name
         lost = np.setdiff1d(published, kept)
         assert (twin.table["generation"][lost] != table["generation"][lost]).all()
-        assert len(twin.reserve(10).blocks) == 10
+        handed_out |= {
+            (block, int(table["generation"][block]))
+            for block in np.flatnonzero(np.isin(table["state"], HELD)).tolist()
+        }
+        granted = twin.reserve(10 - len(kept))
+        for handle in zip(granted.blocks.tolist(), granted.generations.tolist(), strict=True):
+            assert handle not in handed_out, (name, handle)
 
 
 def test_a_crash_while_adopting_can_be_adopted(forest):

@@ -422,8 +422,10 @@ def test_a_double_publish_is_illegal_and_names_state_event_and_block(world):
 def test_a_block_twice_in_a_batch_is_a_double_publish(world, length):
     reserved = world.reserve(length)
     item = world.item(reserved, path_of(length))
+    before = world.table.copy()
     with pytest.raises(IllegalTransition):
         world.directory.mirror_completed(1, 1, [item, item])
+    assert (world.table == before).all()
     twice = dataclasses.replace(
         reserved, blocks=reserved.blocks[[0, 0]], generations=reserved.generations[[0, 0]]
     )
@@ -677,6 +679,36 @@ def test_eviction_order_is_the_same_one_by_one_and_all_at_once():
     one_by_one, at_once = filled(), filled()
     singles = [int(one_by_one.directory.evict(1, num_blocks=1)[0]) for _ in range(60)]
     assert singles == at_once.directory.evict(1, num_blocks=60).tolist()
+
+
+def test_a_pinned_parent_stays_when_its_children_go(world):
+    world.publish(path_of(4))
+    held = world.lookup(path_of(2))
+    assert world.directory.evict(1, num_blocks=32).tolist() == [4, 3]
+    assert world.directory.evict(1, num_blocks=32).size == 0
+    world.directory.release_leases(1, [held.lease_id])
+    assert world.directory.evict(1, num_blocks=32).tolist() == [2, 1]
+
+
+def test_a_refused_request_does_not_change_the_order_of_eviction(world):
+    for path in ((0, 1), (2, 3), (4, 5, 6)):
+        world.publish(path)
+    world.directory.pin(1, 1, 0, u32(7), u32(1), now_s=0.0)
+    world.reserve(24)
+    for _ in range(3):
+        with pytest.raises(CapacityError):
+            world.reserve(6)  # 7 blocks have no reader, but two of them are above a pinned one
+    assert world.directory.evict(1, num_blocks=9).tolist() == [2, 1, 4, 3]
+
+
+def test_a_parent_whose_last_child_is_freed_can_be_evicted(world):
+    world.publish((0, 1))
+    deep = world.lookup((0, 1)).lease_id
+    shallow = world.lookup((0,)).lease_id
+    world.directory.unpin(1, 1, deep, u32(1))
+    world.directory.release_leases(1, [shallow])
+    assert world.directory.free(1, 1, deep, u32(2)).freed.tolist() == [2]
+    assert world.directory.evict(1, num_blocks=2).tolist() == [1]
 
 
 def test_eviction_stays_right_when_stale_entries_are_swept():

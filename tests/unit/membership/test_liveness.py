@@ -106,7 +106,8 @@ def test_a_command_name_with_parentheses_does_not_confuse_the_start_time():
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
         assert child.stdout is not None
-        assert process_start_ticks(child.pid) == int(child.stdout.readline())
+        expected = int(child.stdout.readline())  # and now it has its name
+        assert process_start_ticks(child.pid) == expected
     assert process_start_ticks(2**22 + 1) is None
 
 

@@ -90,7 +90,9 @@ class SessionMachine(RuleBasedStateMachine):
             session = self.table.find(routing_id)
             results = [self.table.mark_dead(session, cause) for _ in range(times)]
             assert results == [True] + [False] * (times - 1)
+            heard_s = session.last_seen_s
             self.table.touch(session, now_s=self.clock.now_s + 99.0)
+            assert session.last_seen_s == heard_s
             del self.heard[routing_id]
             self.dead.append(session)
 
