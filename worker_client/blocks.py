@@ -153,11 +153,10 @@ class BlockLease:
         self.require_granted()
         if not len(self.blocks) and blocks is None:
             return
-        session_epoch = self.namespace.session_epoch
-        if self.epoch != session_epoch:
+        if self._is_of_another_epoch():
             self.namespace.wait_attached()
             self.require_granted()
-            if self.epoch != self.namespace.session_epoch:
+            if self._is_of_another_epoch():
                 raise StaleBlock(f"lease {self.lease_id} is of another epoch", remedy=_LOOK_UP)
         if time.monotonic_ns() >= self.deadline_ns and self.namespace.is_daemon_there:
             raise self._expire()
@@ -206,6 +205,10 @@ class BlockLease:
         No copy into a reserved block may be in flight: the block may be another writer's at once.
         """
         self.namespace.release(self)
+
+    def _is_of_another_epoch(self) -> bool:
+        # Until a new daemon settled this lease, it is as if none were there.
+        return self.epoch != self.namespace.session_epoch and self.namespace.is_daemon_there
 
     def _expire(self) -> LeaseError:
         with self.namespace.session_lock:

@@ -513,6 +513,10 @@ class Session:
             self._needs_hello = True
             self._away()
             raise self._unavailable("the daemon went away while attaching again") from error
+        except BaseException:
+            self._needs_hello = True  # half attached is not attached: all of it is done again
+            self._away()
+            raise
         finally:
             self._attaching = False
         self._call_owner_hand_in()

@@ -284,6 +284,27 @@ def test_i4_reads_go_on_through_a_kill_and_the_successor_is_attached_to(daemon, 
     write_prefix(namespace, chain_of(namespace, 50, 51, 52, 53)).release()
 
 
+def test_i1_blocks_being_written_survive_the_daemon_and_are_published_by_the_next(
+    daemon, client, namespace
+):
+    chain = chain_of(namespace, *range(8))
+    lease = namespace.reserve(2)
+    blocks, generations = lease.reserved_blocks, lease.reserved_generations
+    daemon.kill()
+    wait_until(lambda: not namespace.is_daemon_there)
+    for i, block in enumerate(blocks):
+        fill(namespace, block, 60 + i)
+    done = Completed(lease=lease, blocks=blocks, generations=generations, keys=chain.keys())
+    assert namespace.mirror(completed=[done]).outcome is MirrorOutcome.QUEUED
+    daemon.start()
+    handed_in = wait_until(namespace.handed_in)
+    assert handed_in[0].canonical_blocks.tolist() == blocks.tolist()
+    assert len(lease.lost_blocks) == 0
+    lease.check()
+    assert namespace.lookup(chain).blocks.tolist() == blocks.tolist()
+    assert content(namespace, blocks[1]) == [61] * 3
+
+
 def test_a_request_that_was_waiting_when_the_daemon_was_killed_gets_the_successors_answer(
     daemon, client, namespace
 ):

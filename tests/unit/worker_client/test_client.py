@@ -55,6 +55,7 @@ from hisparse_service.contract.messages import (
     Ping,
     Pong,
     PublishedEvent,
+    Reclaim,
     RegistrationTurn,
     ReleaseLeases,
     Reserve,
@@ -98,6 +99,7 @@ def daemon():
         fake.on[Reserve] = lambda r: blocks_reply(fake, r, range(1, 1 + r.num_blocks))
         fake.on[Lookup] = lambda r: blocks_reply(fake, r, range(1, 1 + len(r.keys) // 16))
         fake.on[Pin] = lambda r: blocks_reply(fake, r, np.frombuffer(r.blocks, "<u4"))
+        fake.on[Reclaim] = lambda r: blocks_reply(fake, r, [], lease_id=r.lease_id)
         fake.on[TakeWriter] = lambda r: LeaseReply(
             r.request_id, fake.epoch, 9, time.monotonic_ns() + TTL_NS
         )
@@ -227,8 +229,10 @@ def test_attach_registers_every_range_within_the_turn(client, daemon, segment):
 def test_a_failed_registration_gives_turn_and_mapping_back(client, daemon, segment, fail_at):
     namespace = client.open_namespace(model="m", kv_dtype="bf16", geometry=GEOMETRY)
     driver = FakeDriver(daemon, fail_at=fail_at)
-    with pytest.raises(DeviceError):
+    with pytest.raises(DeviceError) as caught:
         namespace.attach(8, driver=driver)
+    # While the traceback's frames still hold the pool: not the collector gave the mapping back.
+    assert caught.tb is not None
     assert driver.registered == []
     assert daemon.last(RegistrationTurn).release
     assert namespace.pool is None
@@ -570,6 +574,7 @@ def test_i4_a_restart_keeps_mapping_and_pins_and_registers_nothing_twice(client,
     assert np.frombuffer(daemon.last(Pin).blocks, "<u4").tolist() == [1, 2, 3]
     lease.check()
     assert namespace.writer.epoch == 22
+    assert sorted(client.leases_to_renew(2**62)) == [9, old_id + 1000]
     assert (pool.address, namespace.pool) == (address, pool)
     assert len(driver.registered) == 3
     assert daemon.count(RegistrationTurn) == turns
@@ -658,6 +663,42 @@ def test_completed_mirrors_are_handed_in_to_the_next_daemon(namespace, daemon, s
     assert results[0].canonical_blocks.tolist() == [1]
     assert lease.lost_blocks.tolist() == [1, 2]
     lease.release()
+
+
+def test_i1_reserved_blocks_that_the_next_daemon_kept_are_written_on(namespace, daemon):
+    """Copies into them are in flight: nobody else may have got them meanwhile."""
+    lease, other = namespace.reserve(3), namespace.reserve(1)
+    daemon.on[Reclaim] = lambda r: (
+        blocks_reply(daemon, r, [1, 3], lease_id=700)
+        if len(r.blocks) == 12
+        else UsageError("no such blocks")
+    )
+    restart(daemon)
+    wait_until(lambda: lease.epoch == other.epoch == 22)
+    request = daemon.last(Reclaim)
+    assert request.lease_id == 0
+    assert (lease.lease_id, lease.reserved_blocks.tolist()) == (700, [1, 3])
+    assert lease.reserved_generations.tolist() == [7, 7]
+    assert lease.lost_blocks.tolist() == [2]
+    assert (other.reserved_blocks.tolist(), other.lost_blocks.tolist()) == ([], [1])
+    lease.release()
+
+
+def test_an_attach_that_fails_half_way_is_done_again_as_a_whole(namespace, daemon):
+    lease = namespace.lookup(bytes(48))
+    failed = threading.Event()
+
+    def fail(_request):
+        failed.set()
+        return InternalError("a bug in the daemon")
+
+    daemon.on[Pin] = fail
+    restart(daemon)
+    wait_until(failed.is_set)
+    lease.check()  # nobody settled it yet, so its blocks' generations decide
+    daemon.on[Pin] = lambda r: blocks_reply(daemon, r, [1, 2, 3])
+    wait_until(lambda: lease.epoch == 22)
+    lease.check()
 
 
 def test_a_mirror_that_the_dead_daemon_had_published_is_found_by_its_record(
