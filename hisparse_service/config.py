@@ -34,6 +34,7 @@ _MIN_POOL_BYTES: Final = 2 * limits.MIB
 InstanceName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 PoolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_]{1,32}$")]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+BlockQuota = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 ByteCount = Annotated[int, Meta(ge=0)]
 """Bytes; text such as "8GiB", "512 MiB" or "1_000_000" is understood."""
 
@@ -74,10 +75,18 @@ class LimitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     session_timeout_s: Seconds = limits.SESSION_TIMEOUT_S
     lease_ttl_s: Seconds = limits.LEASE_TTL_S
     writer_lease_ttl_s: Seconds = limits.WRITER_LEASE_TTL_S
+    adoption_grace_s: Seconds = limits.ADOPTION_GRACE_S
+    """How long after a restart nothing is evicted that clients were reading before it."""
     max_sessions: Annotated[int, Meta(ge=1, le=limits.MAX_SESSIONS)] = limits.MAX_SESSIONS
     max_leases_per_session: Annotated[int, Meta(ge=1, le=limits.MAX_LEASES_PER_SESSION)] = (
         limits.MAX_LEASES_PER_SESSION
     )
+    max_reserved_blocks_per_session: BlockQuota = 0
+    """Blocks that one session may hold unpublished; 0 = all of the backing."""
+    max_pins_per_session: BlockQuota = 0
+    """Blocks that the leases of one session may pin, each lease's counted; 0 = no limit."""
+    max_reserved_blocks_per_namespace: BlockQuota = 0
+    max_pins_per_namespace: BlockQuota = 0
 
 
 class CudaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -219,7 +219,16 @@ class Daemon:
             hash_seed=secrets.randbits(128),
             lease_ttl_s=limits.lease_ttl_s,
             writer_ttl_s=limits.writer_lease_ttl_s,
-            session_quota=Quota(max_leases=limits.max_leases_per_session),
+            adoption_grace_s=limits.adoption_grace_s,
+            session_quota=Quota(
+                max_reserved_blocks=limits.max_reserved_blocks_per_session or None,
+                max_pins=limits.max_pins_per_session or None,
+                max_leases=limits.max_leases_per_session,
+            ),
+            namespace_quota=Quota(
+                max_reserved_blocks=limits.max_reserved_blocks_per_namespace or None,
+                max_pins=limits.max_pins_per_namespace or None,
+            ),
             event_sink=self._state.events.on_directory_event,
         )
         entries = []

@@ -66,6 +66,9 @@ SESSION_TIMEOUT_S: Final = 15.0
 """Silence after which a session is dead even where neither its pid nor its socket tells."""
 LEASE_TTL_S: Final = 30.0
 WRITER_LEASE_TTL_S: Final = 30.0
+ADOPTION_GRACE_S: Final = 5.0
+"""How long a daemon that adopted a pool evicts nothing that its predecessor's clients were reading:
+they are attached again within a second, a stopped one may take a little longer."""
 
 # --- control loop ---------------------------------------------------------------------------
 LOOKUP_SLICE_KEYS: Final = 2_048
@@ -92,5 +95,6 @@ MAX_SPECULATIVE_ROWS: Final = 8
 assert MAX_KEYS * BLOCK_KEY_BYTES <= MAX_MESSAGE_BYTES
 assert MAX_FRAME_BYTES >= 2 * MAX_MESSAGE_BYTES
 assert MAX_BLOCKS_PER_MESSAGE * (BLOCK_KEY_BYTES + 8) <= MAX_MESSAGE_BYTES
+assert HEARTBEAT_INTERVAL_S * 3 <= ADOPTION_GRACE_S <= LEASE_TTL_S
 assert HEARTBEAT_INTERVAL_S * 5 <= SESSION_TIMEOUT_S < LEASE_TTL_S
 assert LOOKUP_SLICE_KEYS <= MAX_KEYS

@@ -36,6 +36,8 @@ class Survivors:
     """intp [kept]"""
     depths: npt.NDArray[np.uint32]
     """u32 [kept]"""
+    read: Blocks
+    """Those of `blocks` that somebody read when the table's daemon ended."""
     last_use: npt.NDArray[np.uint64]
     """u64 [kept]: ranks from 1 on, equal where they were equal, so that a corrupt counter
     cannot overflow."""
@@ -97,7 +99,8 @@ def find_survivors(
         keys=np.stack((rows["key_low"], rows["key_high"]), axis=1),
         parents=parents[blocks],
         depths=rows["depth"].astype(np.uint32),
-        last_use=_ranks(rows["last_use"]),
+        read=blocks[(rows["last_use"] & np.uint64(1)) != 0],
+        last_use=_ranks(rows["last_use"] >> np.uint64(1)),
         generations=generation,
         given_up=np.flatnonzero(given_up),
         held=np.flatnonzero(held),

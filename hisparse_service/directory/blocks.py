@@ -21,7 +21,7 @@ from hisparse_service.directory.adoption import Survivors, find_survivors
 from hisparse_service.directory.columns import BlockColumns
 from hisparse_service.directory.eviction import LeastRecentlyUsed
 from hisparse_service.directory.index import Blocks, KeyIndex, Keys
-from hisparse_service.directory.records import RecordTable
+from hisparse_service.directory.records import Readers, RecordTable
 from hisparse_service.directory.results import AdoptionReport, Counts, UnfinishedBlocks
 from hisparse_service.directory.states import (
     BLOCK_EVENT_ALLOWED,
@@ -83,7 +83,7 @@ class BlockDirectory:
         self._records.store_generation(everything, self.columns.generation[1:])
         self._set_free(everything)
 
-    def adopt(self, *, holder: int = 0) -> tuple[AdoptionReport, Blocks]:
+    def adopt(self, *, holder: int = 0) -> Survivors:
         """Rebuild everything from the table of an earlier daemon.
 
         Published blocks that pass every check come back with key, parent and order of use; the rest
@@ -91,7 +91,8 @@ class BlockDirectory:
         takes them.
 
         Returns:
-            What was found, and the blocks that `holder` holds now.
+            What was found; `holder` holds its `held` blocks now. Its `read` blocks have no reader
+            yet.
         """
         found = find_survivors(
             self._records.table,
@@ -108,12 +109,15 @@ class BlockDirectory:
         columns.last_use[kept] = found.last_use
         with_parent = found.parents[found.parents != 0]
         columns.children[:] = np.bincount(with_parent, minlength=self.num_blocks)
-        self._records.store_last_use(kept, found.last_use)
+        # Who was read stays so in the table until it is known again who reads: this daemon may die
+        # in the next moment too.
+        is_read = np.isin(kept, found.read, assume_unique=True) if holder else np.zeros_like(kept)
+        self._records.store_last_use(kept, found.last_use, is_read.astype(np.uint64))
         self.index.add(kept, found.keys)
         self._num_published = len(kept)
         self._tick = int(found.last_use.max()) if len(kept) else 0
         self._eviction.rebuild()
-        return found.report, found.held
+        return found
 
     def hand_over(self, blocks: Blocks, *, holder: int) -> None:
         """RESERVED, WRITING: from now on another lease's."""
@@ -294,7 +298,7 @@ class BlockDirectory:
         self._num_pinned += len(blocks) - int(np.count_nonzero(readers))
         columns.readers[blocks] = readers + np.uint32(1)
         columns.last_use[blocks] = tick
-        self._records.store_last_use(blocks, tick)
+        self._records.store_last_use(blocks, tick, Readers.SOME)
 
     def unpin(self, blocks: Blocks, *, tick: int) -> None:
         """One reader less of each (distinct, pinned)."""
@@ -308,7 +312,7 @@ class BlockDirectory:
         if idle.size:
             self._num_pinned -= len(idle)
             columns.last_use[idle] = tick
-            self._records.store_last_use(idle, tick)
+            self._records.store_last_use(idle, tick, Readers.NONE)
             self._eviction.unpinned(idle, tick)
 
     # --- giving up --------------------------------------------------------------------------

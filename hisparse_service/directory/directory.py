@@ -32,6 +32,7 @@ from hisparse_service.contract.errors import (
 )
 from hisparse_service.contract.ids import NamespaceId, SessionId
 from hisparse_service.contract.limits import (
+    ADOPTION_GRACE_S,
     BLOCK_KEY_BYTES,
     FINGERPRINT_BYTES,
     LEASE_TTL_S,
@@ -113,6 +114,8 @@ class Directory:
         hash_seed: Secret random bits (128), so that no client can choose keys that collide.
         lease_ttl_s: Time to live of leases, from each grant and renewal.
         writer_ttl_s: The same for writer leases.
+        adoption_grace_s: How long blocks that were read when an earlier daemon ended cannot be
+            evicted: their readers pin them again meanwhile.
         session_quota: Limits of each session.
         namespace_quota: Limits of each namespace.
         event_sink: Called after each publication and eviction.
@@ -125,6 +128,7 @@ class Directory:
         hash_seed: int = 0,
         lease_ttl_s: float = LEASE_TTL_S,
         writer_ttl_s: float = WRITER_LEASE_TTL_S,
+        adoption_grace_s: float = ADOPTION_GRACE_S,
         session_quota: Quota | None = None,
         namespace_quota: Quota | None = None,
         event_sink: EventSink | None = None,
@@ -132,6 +136,7 @@ class Directory:
         self._epoch = epoch
         self._hash_seed = hash_seed
         self._writer_ttl_s = writer_ttl_s
+        self._adoption_grace_s = adoption_grace_s
         self._event_sink = event_sink
         self._quotas = Quotas(
             session_quota or Quota(max_leases=MAX_LEASES_PER_SESSION), namespace_quota or Quota()
@@ -211,7 +216,8 @@ class Directory:
                 `drop_namespace`, which drops every view of it.
             mode: Whether to keep what is published in it.
             now_s: When adopting, keep what was being written for a lease's time from now, so that
-                its writers can `reclaim` it; None: it becomes free at once.
+                its writers can `reclaim` it, and what was read for the adoption grace, so that its
+                readers can `pin` it; None: neither.
 
         Raises:
             UsageError: There is a backing already, or the array is not such a table.
@@ -234,16 +240,23 @@ class Directory:
         self, owner: Namespace, blocks: BlockDirectory, now_s: float | None
     ) -> AdoptionReport:
         if now_s is None:
-            return blocks.adopt()[0]
-        lease = self._leases.grant(self._caretaker, owner.namespace, now_s=now_s)
-        report, held = blocks.adopt(holder=lease.lease_id)
-        if not held.size:
-            self._leases.end(lease, LeaseEvent.RELEASE)
-            return report
-        lease.reserved.update(held.tolist())
-        owner.charge(lease, reserved=len(held), leases=1)
-        owner.orphans = lease
-        return report
+            return blocks.adopt().report
+        writing = self._leases.grant(self._caretaker, owner.namespace, now_s=now_s)
+        found = blocks.adopt(holder=writing.lease_id)
+        if found.held.size:
+            writing.reserved.update(found.held.tolist())
+            owner.charge(writing, reserved=len(found.held), leases=1)
+            owner.orphans = writing
+        else:
+            self._leases.end(writing, LeaseEvent.RELEASE)
+        if found.read.size:
+            reading = self._leases.grant(
+                self._caretaker, owner.namespace, now_s=now_s, ttl_s=self._adoption_grace_s
+            )
+            blocks.pin(found.read, tick=blocks.next_tick())
+            reading.pins.add(found.read)
+            owner.charge(reading, pins=len(found.read), leases=1)
+        return found.report
 
     def drop_namespace(self, namespace: int) -> NamespaceEnd:
         """Forget a namespace: revokes its leases and drops all views of its table.
@@ -261,6 +274,16 @@ class Directory:
             owner.attached.detach()
         del self._namespaces[namespace]
         return NamespaceEnd(lost)
+
+    def detach(self) -> None:
+        """Drop all views of all tables and leave their bytes, for a successor that adopts them.
+
+        What clients hold stays theirs: they reclaim and pin it there. Nothing else may be called
+        afterwards.
+        """
+        for owner in self._namespaces.values():
+            if owner.attached is not None:
+                owner.attached.detach()
 
     def namespaces(self) -> list[NamespaceInfo]:
         """All open namespaces, by id."""
@@ -756,8 +779,10 @@ class Directory:
         for lease in self._leases.pop_due(now_s):
             owner = self._namespaces[lease.namespace]
             if lease.account is self._caretaker:
-                # Nobody came for these: their writers are gone.
-                self._end_orphans(owner, lease)
+                # Who wanted what it kept has come for it by now, or is gone.
+                if lease is owner.orphans:
+                    owner.orphans = None
+                self._end_lease(owner, lease, LeaseEvent.EXPIRE)
                 continue
             owner.statistics.leases_expired += 1
             expired.append((lease.account.session_id, lease.lease_id))

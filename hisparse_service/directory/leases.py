@@ -131,9 +131,17 @@ class LeaseTable:
         """All that were not removed."""
         return list(self._leases.values())
 
-    def grant(self, account: SessionAccount, namespace: NamespaceId, *, now_s: float) -> Lease:
-        """A new lease."""
-        lease = Lease(LeaseId(self._next_id), account, namespace, now_s + self._ttl_s)
+    def grant(
+        self,
+        account: SessionAccount,
+        namespace: NamespaceId,
+        *,
+        now_s: float,
+        ttl_s: float | None = None,
+    ) -> Lease:
+        """A new lease; `ttl_s` where it is to have another time than all others."""
+        deadline_s = now_s + (self._ttl_s if ttl_s is None else ttl_s)
+        lease = Lease(LeaseId(self._next_id), account, namespace, deadline_s)
         self._next_id += 1
         self._leases[lease.lease_id] = lease
         account.leases[lease.lease_id] = lease

@@ -10,6 +10,7 @@ Only `blocks.py` calls it, on the control loop.
 
 from __future__ import annotations
 
+import enum
 import struct
 from typing import Any, Final
 
@@ -42,6 +43,13 @@ _AFTER_BODY: Final = declare("record.after_body")
 _AFTER_LINKS: Final = declare("record.after_links")
 _AFTER_FIELD: Final = declare("record.after_field_of_many")
 _AFTER_CHECK: Final = declare("record.after_check")
+
+
+class Readers(enum.IntEnum):
+    """Whether a published block is read: the lowest bit of its record's last_use."""
+
+    NONE = 0
+    SOME = 1
 
 
 def _offset(name: str) -> int:
@@ -116,10 +124,13 @@ class RecordTable:
         crash_point(_AFTER_GENERATION)
 
     def store_last_use(
-        self, blocks: Blocks, last_use: int | np.uint64 | npt.NDArray[np.uint64]
+        self,
+        blocks: Blocks,
+        last_use: int | npt.NDArray[np.uint64],
+        readers: Readers | npt.NDArray[np.uint64],
     ) -> None:
         """Use counters. Outside the check: legal at any time, torn or not."""
-        self._columns["last_use"][blocks] = last_use
+        self._columns["last_use"][blocks] = last_use * 2 + readers
         crash_point(_AFTER_LAST_USE)
 
     def store_fields_one(
@@ -135,9 +146,14 @@ class RecordTable:
         parent_generation: int,
         depth: int,
     ) -> None:
-        """Everything of one block but its state, which must say that it holds nothing."""
+        """Everything of one block but its state, which must say that it holds nothing.
+
+        A block is published with one reader, its writer.
+        """
         at = block * RECORD_BYTES
-        _BODY.pack_into(self._bytes, at, key_low, key_high, last_use, checksum)
+        _BODY.pack_into(
+            self._bytes, at, key_low, key_high, last_use * 2 + Readers.SOME, checksum
+        )
         crash_point(_AFTER_BODY)
         _LINKS.pack_into(
             self._bytes, at + _LINKS_OFFSET,
@@ -168,7 +184,7 @@ class RecordTable:
         values: dict[str, Any] = {
             "key_low": keys[:, 0],
             "key_high": keys[:, 1],
-            "last_use": last_use,
+            "last_use": last_use * 2 + Readers.SOME,
             "checksum": 0 if checksums is None else checksums,
             "generation": generations,
             "parent": parents,

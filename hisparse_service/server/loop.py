@@ -121,7 +121,9 @@ class ControlLoop:
     def run(self, dispatcher: Dispatcher) -> None:
         """Serve until `stop`. The signal handlers are the loop's meanwhile (main thread only)."""
         with self._signals():
+            # libzmq's descriptors stay silent until their socket was once found empty.
             self._state.events.read_subscriptions()
+            self._read_monitor()
             while not self._is_stopping:
                 self._turn(dispatcher)
 
