@@ -226,5 +226,8 @@ def drain(
 ) -> m.Reply:
     """Begin to drain; the answer does not wait for the end."""
     if state.phase in (Phase.STARTING, Phase.READY, Phase.DRAINING):
-        state.begin_drain(now_s + request.timeout_s, request.stop)
+        timeout_s = 0.0 if request.hand_over else request.timeout_s
+        if request.hand_over:
+            state.keeps_pool = True
+        state.begin_drain(now_s + timeout_s, request.stop or request.hand_over)
     return m.Done(request.request_id, state.options.epoch)

@@ -122,6 +122,8 @@ class ServerState:
     loaded_directory: Directory | None = None
     """None while STARTING: until then it belongs to the thread that opens the pool."""
     phase: Phase = Phase.STARTING
+    keeps_pool: bool = False
+    """At the end the pool stays, with or without workers: a successor waits for it."""
     progress: float = 0.0
     """Of population, 0 to 1."""
     clients: dict[bytes, Client] = field(default_factory=dict)
