@@ -57,9 +57,11 @@ from hisparse_service.contract.messages import (
     BackingReply,
     BlocksReply,
     CompletedItem,
+    CountReply,
     Done,
     EnqueuedItem,
     Event,
+    Evict,
     Free,
     LeaseReply,
     Lookup,
@@ -563,6 +565,32 @@ class Namespace:
             )
             lease._drop("reserved", array)
             lease._drop("pinned", array)
+
+    def evict(self, num_blocks: int | None = None) -> int:
+        """Give up published blocks that nobody reads, whoever published them.
+
+        For operators, and for engines whose weights changed. Least recently used first.
+
+        Args:
+            num_blocks: At most so many; all of them when None.
+
+        Returns:
+            How many went.
+        """
+        gone = 0
+        while num_blocks is None or gone < num_blocks:
+            wanted = limits.MAX_BLOCKS_PER_MESSAGE
+            if num_blocks is not None:
+                wanted = min(wanted, num_blocks - gone)
+
+            def build(request_id: int, wanted: int = wanted) -> Request:
+                return Evict(request_id, self.namespace_id, wanted)
+
+            count = self._request(build, CountReply).count
+            gone += count
+            if count < wanted:
+                break
+        return gone
 
     def release(self, *leases: BlockLease) -> None:
         """End leases, in one message. Idempotent, and never waits for a daemon that is away.
