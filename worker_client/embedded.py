@@ -8,15 +8,15 @@ shared memory.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
+import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 from urllib.parse import parse_qsl, urlsplit
 
 from hisparse_service.contract.errors import ConfigError, ServiceUnavailable
@@ -27,6 +27,7 @@ _OPTIONS: Final = {"pool_bytes": "HISPARSE_POOL__BYTES"}
 """Options of the endpoint, and the daemon's setting that each becomes."""
 _STOP_TIMEOUT_S: Final = 15.0
 _LOG_TAIL_BYTES: Final = 2_000
+_SHM: Final = Path("/dev/shm")  # noqa: S108 - where posix_ipc's segments are
 
 
 class EmbeddedDaemon:
@@ -38,11 +39,17 @@ class EmbeddedDaemon:
     """
 
     def __init__(
-        self, process: subprocess.Popen[bytes], *, instance: str, runtime_dir: Path
+        self,
+        process: subprocess.Popen[bytes],
+        *,
+        instance: str,
+        runtime_dir: Path,
+        log: IO[bytes],
     ) -> None:
         self.instance = instance
         self.runtime_dir = runtime_dir
         self._process = process
+        self._log = log
         self._pid = os.getpid()
         self._lock = threading.Lock()
 
@@ -60,7 +67,9 @@ class EmbeddedDaemon:
         environment["HISPARSE_INSTANCE"] = instance
         environment["HISPARSE_RUNTIME_DIR"] = str(runtime_dir)
         supervisor = Path(__file__).with_name("embedded_supervisor.py")
-        with (runtime_dir / "daemon.log").open("wb") as log:
+        # Without a name: the directory goes with the daemon, what it said of its end stays.
+        log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `stop`
+        try:
             process = subprocess.Popen(
                 [
                     sys.executable, "-I", "-S", str(supervisor), str(os.getpid()),
@@ -70,7 +79,11 @@ class EmbeddedDaemon:
                 env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True,  # Ctrl-C is for the client, which then closes
             )  # fmt: skip
-        return cls(process, instance=instance, runtime_dir=runtime_dir)
+        except BaseException:
+            log.close()
+            shutil.rmtree(runtime_dir, ignore_errors=True)
+            raise
+        return cls(process, instance=instance, runtime_dir=runtime_dir, log=log)
 
     @property
     def endpoint(self) -> str:
@@ -91,22 +104,27 @@ class EmbeddedDaemon:
         )
 
     def _log_tail(self) -> str:
-        with contextlib.suppress(OSError):
-            data = (self.runtime_dir / "daemon.log").read_bytes()[-_LOG_TAIL_BYTES:]
-            return data.decode(errors="replace").strip()
-        return "it left no log"
+        size = os.fstat(self._log.fileno()).st_size
+        tail = os.pread(self._log.fileno(), _LOG_TAIL_BYTES, max(0, size - _LOG_TAIL_BYTES))
+        return tail.decode(errors="replace").strip() or "it said nothing"
 
     def stop(self) -> None:
         """End the daemon and wait until its memory is released. Idempotent."""
         with self._lock:
-            if os.getpid() != self._pid or self._process.returncode is not None:
+            if os.getpid() != self._pid or self._log.closed:
                 return
-            self._process.terminate()
-            try:
-                self._process.wait(_STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            if self._process.poll() is None:
+                self._process.terminate()
+                try:
+                    self._process.wait(_STOP_TIMEOUT_S)
+                except subprocess.TimeoutExpired:
+                    self._process.kill()
+                    self._process.wait()
+            # The supervisor did this, unless it was killed itself.
+            for segment in _SHM.glob(f"hisparse-{self.instance}-*"):
+                segment.unlink(missing_ok=True)
+            shutil.rmtree(self.runtime_dir, ignore_errors=True)
+            self._log.close()
 
 
 def _environment(endpoint: str) -> dict[str, str]:
