@@ -43,6 +43,7 @@ class Bench:
         self.directory.open_session(1)
 
     def new_directory(self) -> Directory:
+        """Another directory with the same namespace and no backing."""
         directory = Directory(epoch=1, hash_seed=secrets.randbits(128))
         directory.open_namespace(self.fingerprint, name="bench", block_size=64, namespace=1)
         return directory
