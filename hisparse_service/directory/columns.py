@@ -2,8 +2,8 @@
 
 One row of 64 B a block, so that everything a lookup reads and writes of a block is one cache line:
 15,625 scattered blocks of a million in cold caches take 1.6 ms, with an array a field 2.6 ms
-(fastest of 25, benchmarks/bench_directory.py). Each field is there twice, as a column for many blocks and as a
-memoryview for one (an item of a numpy array costs 60 to 100 ns, of a memoryview 30).
+(fastest of 25, benchmarks/bench_directory.py). Each field is there twice, as a column for many
+blocks and as a memoryview for one, whose items cost less.
 
 Owned by `blocks.py`; `index.py` keeps its two fields in it, `eviction.py` only reads.
 """
