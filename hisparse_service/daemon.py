@@ -89,22 +89,29 @@ class Daemon:
         settings: Checked.
         listener: Told of progress and readiness; None: nobody.
         ready_fd: Gets the line "READY <endpoint>" and is closed; -1: none.
+        standby_s: How long to wait for a living predecessor to end (it gets the line "STANDBY"
+            before); 0: its presence is an error.
     """
 
     def __init__(
-        self, settings: Settings, *, listener: Listener | None = None, ready_fd: int = -1
+        self,
+        settings: Settings,
+        *,
+        listener: Listener | None = None,
+        ready_fd: int = -1,
+        standby_s: float = 0.0,
     ) -> None:
         self._settings = settings
         self._pool_settings = pool_settings(settings)
         self._listener = listener
         self._ready_fd = ready_fd
+        self._standby_s = standby_s
         self._epoch = secrets.randbits(64) or 1
         self._helpers = HelperThreads()
         self._opened: Pool | None = None
         """Of the opener thread; read again only after it ended."""
         self._error: HiSparseError | None = None
         self._drain_deadline_s: float | None = None
-        self._next_expiry_s = 0.0
         self._registrar: _Registrar | None = None
         self._stop_when_drained = False
 
@@ -119,10 +126,19 @@ class Daemon:
         directory = self._settings.resolved_runtime_dir()
         prepare_runtime_directory(directory)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(ProcessLock.acquire(directory / LOCK_NAME, role=Role.TOKEN))
+            stack.enter_context(self._lock(directory))
             self._serve(directory, stack)
+        # A successor may be up by now: unmapping takes its time.
+        self._close_pool()
         if self._error is not None:
             raise self._error
+
+    def _lock(self, directory: Path) -> ProcessLock:
+        path = directory / LOCK_NAME
+        if self._standby_s <= 0:
+            return ProcessLock.acquire(path, role=Role.TOKEN)
+        self._tell("STANDBY")
+        return ProcessLock.acquire(path, role=Role.TOKEN, wait_s=self._standby_s)
 
     def _serve(self, directory: Path, stack: contextlib.ExitStack) -> None:
         settings = self._settings
@@ -278,12 +294,18 @@ class Daemon:
             self._listener.on_ready(endpoint, pool)
 
     def _announce(self, endpoint: str) -> None:
+        self._tell(f"READY {endpoint}")
         if self._ready_fd >= 0:
             with contextlib.suppress(OSError):
-                os.write(self._ready_fd, f"READY {endpoint}\n".encode())
                 os.close(self._ready_fd)
             self._ready_fd = -1
-        notify_service_manager("READY=1")
+        # After a handover the service manager did not start this process itself.
+        notify_service_manager(f"READY=1\nMAINPID={os.getpid()}")
+
+    def _tell(self, line: str) -> None:
+        if self._ready_fd >= 0:
+            with contextlib.suppress(OSError):
+                os.write(self._ready_fd, f"{line}\n".encode())
 
     # --- while it runs ----------------------------------------------------------------------
 
@@ -294,11 +316,8 @@ class Daemon:
                 state.sessions.touch(client.session, now_s=now_s)
         for session in state.sessions.timed_out(now_s):
             end_session(state, state.by_session[session.session_id], DeathCause.TIMED_OUT)
-        if state.loaded_directory is not None and now_s >= self._next_expiry_s:
+        if state.loaded_directory is not None:
             result = state.directory.expire(now_s)
-            self._next_expiry_s = (
-                now_s if result.next_deadline_s is None else result.next_deadline_s
-            )
             if result.expired:
                 log.warning("leases_expired", count=len(result.expired))
         state.events.read_subscriptions()
@@ -351,36 +370,49 @@ class Daemon:
             log.error("helpers_stuck", helpers=stuck)
         if self._registrar is not None:
             self._registrar.close()
-        pool, self._opened = self._opened, None
+        pool = self._opened
         if pool is None:
             log.info("stopped", reason=self._loop.stop_reason, pool="none")
             return
-        keeps = not is_intact or has_workers or pool.users_attached() or self._error is not None
+        keeps = (
+            not is_intact or has_workers or state.keeps_pool or pool.users_attached()
+            or self._error is not None
+        )  # fmt: skip
         self._drop_views()
-        try:
-            if keeps:
-                pool.keep()
-            else:
-                pool.release()
-        except UsageError as error:
-            log.error("pool_views_alive", error=str(error))
+        if keeps:
+            pool.disown()
+        else:
+            pool.unlink()
         log.info(
             "stopped", reason=self._loop.stop_reason, pool="kept" if keeps else "released",
             segment=pool.segment_name, workers=state.num_workers,
         )  # fmt: skip
 
     def _drop_views(self) -> None:
-        """Every view of the mapping goes before the mapping does."""
+        """Every view of the mapping goes before the mapping does.
+
+        The tables are left as they are: workers go on copying into blocks that they reserved, and
+        reclaim them from the successor.
+        """
         state = self._state
         for entry in state.namespaces.values():
             state.events.set_table(entry.namespace_id, None)
             entry.backing = None
-            if state.loaded_directory is not None:
-                state.directory.drop_namespace(entry.namespace_id)
+        if state.loaded_directory is not None:
+            state.directory.detach()
         state.namespaces.clear()
         state.by_fingerprint.clear()
         state.loaded_directory = None
         state.pool = None
+
+    def _close_pool(self) -> None:
+        pool, self._opened = self._opened, None
+        if pool is None:
+            return
+        try:
+            pool.keep()
+        except UsageError as error:
+            log.error("pool_views_alive", error=str(error))
 
 
 class _Registrar:

@@ -28,6 +28,7 @@ import numpy.typing as npt
 import zmq
 
 from hisparse_service.contract import limits
+from hisparse_service.contract.crashpoints import crash_point, declare
 from hisparse_service.contract.errors import (
     CapacityError,
     ClosedError,
@@ -124,6 +125,17 @@ _READY_PAUSE_S: Final = 0.02
 _TURN_PAUSE_S: Final = 0.005
 _TURN_PAUSE_MAX_S: Final = 0.2
 _POLL_SLICE_MS: Final = 50
+_BEFORE_MIRROR: Final = declare("client.before_mirror")
+_AFTER_MIRROR: Final = declare("client.after_mirror")
+_AFTER_QUEUED: Final = declare("client.after_mirror_queued")
+_AFTER_PUBLISHED: Final = declare("client.after_mirror_noted")
+_BEFORE_HAND_IN: Final = declare("client.before_hand_in")
+_AFTER_HAND_IN: Final = declare("client.after_hand_in")
+_AFTER_OPEN: Final = declare("client.reattach_after_open")
+_AFTER_PIN: Final = declare("client.reattach_after_pin")
+_AFTER_RECLAIM: Final = declare("client.reattach_after_reclaim")
+_AFTER_MAP: Final = declare("client.attach_after_map")
+_AFTER_REGISTER: Final = declare("client.attach_after_register")
 _RENEW_FRACTION: Final = 0.5
 """A lease is renewed when half of its time is gone."""
 
@@ -309,11 +321,13 @@ class Namespace:
             if driver is None:
                 driver = find_driver(cuda)
             pool = HostPool(backing, self.geometry, fingerprint=self.fingerprint)
+            crash_point(_AFTER_MAP)
             try:
                 pool.touch_page_tables()
                 if driver is not None:
                     with self.registration_turn():
                         pool.take_registration(register_ranges(driver, pool.address, pool.ranges))
+                        crash_point(_AFTER_REGISTER)
             except BaseException:
                 pool.cleanup()
                 raise
@@ -624,6 +638,7 @@ class Namespace:
             lease.require_granted()
         with self._session.lock:
             sent_id = 0
+            crash_point(_BEFORE_MIRROR)
 
             def build(request_id: int) -> MirrorBatch:
                 nonlocal sent_id
@@ -636,13 +651,16 @@ class Namespace:
                 )
             except ServiceUnavailable:
                 self._queue(list(enqueued), list(completed), sent_id)
+                crash_point(_AFTER_QUEUED)
                 nothing = empty_blocks()
                 return MirrorResult(
                     outcome=MirrorOutcome.QUEUED, canonical_blocks=nothing,
                     canonical_generations=nothing, reserved=[(nothing, nothing)] * len(reserve),
                     num_free=0,
                 )  # fmt: skip
+            crash_point(_AFTER_MIRROR)
             blocks, generations = self._publish(completed, reply)
+            crash_point(_AFTER_PUBLISHED)
             return MirrorResult(
                 outcome=MirrorOutcome.ACKNOWLEDGED, canonical_blocks=blocks,
                 canonical_generations=generations, reserved=self._reserved(reserve, reply),
@@ -756,6 +774,7 @@ class Namespace:
         while self._queued:
             batch = self._queued[0]
             reply: MirrorReply | None
+            crash_point(_BEFORE_HAND_IN)
             try:
                 reply = self._send_again(batch)
             except ServiceUnavailable:
@@ -765,6 +784,7 @@ class Namespace:
             if batch not in self._queued:
                 continue  # the late reply to an earlier attempt came first and settled it
             self._unqueue(batch)
+            crash_point(_AFTER_HAND_IN)
             if reply is not None:
                 self._settle(batch, reply)
             else:
@@ -851,6 +871,7 @@ class Namespace:
                 lease.lease_id = 0
             return
         self._broken = None
+        crash_point(_AFTER_OPEN)
         self._retake_writer()
         for lease in leases:
             self._repin(lease)
@@ -888,9 +909,9 @@ class Namespace:
         writer.deadline_ns = reply.lease_deadline_ns
 
     def _repin(self, lease: BlockLease) -> None:
-        reserved = lease._lose_reserved()
         lease.lease_id = 0
         if lease.state is not LeaseState.GRANTED:
+            lease._lose_reserved()
             return
         if len(lease.blocks):
             blocks, generations = lease.blocks.tobytes(), lease.generations.tobytes()
@@ -900,25 +921,34 @@ class Namespace:
                     BlocksReply,
                 )
             except (StaleBlock, UsageError, LeaseError, CapacityError):
+                lease._lose_reserved()
                 lease._revoke()
                 return
             lease.deadline_ns = reply.lease_deadline_ns
             self.client.remember(lease, reply.lease_id)
-        if len(reserved[0]):
-            self._reclaim(lease, *reserved)
+            crash_point(_AFTER_PIN)
+        if len(lease.reserved_blocks):
+            self._reclaim(lease)
+            crash_point(_AFTER_RECLAIM)
         lease.epoch = self._session.epoch
 
-    def _reclaim(self, lease: BlockLease, blocks: U32Array, generations: U32Array) -> None:
-        """Get reserved blocks back from a daemon that adopted the pool; copies go on into them."""
+    def _reclaim(self, lease: BlockLease) -> None:
+        """Get reserved blocks back from a daemon that adopted the pool; copies go on into them.
+
+        Nothing changes where the daemon goes away again meanwhile: the next one is asked for them.
+        """
+        blocks, generations = _raw(lease.reserved_blocks), _raw(lease.reserved_generations)
         try:
             reply = self._session.request(
                 lambda request_id: Reclaim(
-                    request_id, self.namespace_id, lease.lease_id, _raw(blocks), _raw(generations)
+                    request_id, self.namespace_id, lease.lease_id, blocks, generations
                 ),
                 BlocksReply,
             )
         except (UsageError, LeaseError, CapacityError, MalformedMessage):
+            lease._lose_reserved()
             return
+        lease._lose_reserved()
         lease._regain_reserved(
             self._checked_blocks(reply.blocks), u32_array(reply.generations, what="generations")
         )

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import hashlib
 import mmap
 import os
@@ -360,6 +361,9 @@ def _open_and_map(backing: BackingReply, fingerprint: bytes) -> mmap.mmap:
                 remedy=_KEEP, segment_bytes=found.st_size, expected_bytes=backing.segment_bytes,
             )  # fmt: skip
         _check_backing_record(fd, backing, fingerprint, found.st_size)
+        # The user lock: as long as the mapping lives (it keeps the open file), no daemon releases
+        # and no operator purges the segment, whatever PID namespace they look from.
+        fcntl.flock(fd, fcntl.LOCK_SH)
         mapping = mmap.mmap(fd, found.st_size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
     try:
         _write_protect(mapping, backing)

@@ -23,6 +23,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from hisparse_service.contract import limits
+from hisparse_service.contract.crashpoints import crash_point, declare
 from hisparse_service.contract.errors import CapacityError, IllegalTransition, UsageError
 from worker_client.kernels.interface import GroupPages, KernelBackend
 
@@ -36,6 +37,11 @@ __all__ = [
     "MirrorQueue",
     "RowMirror",
 ]
+
+
+_AFTER_SUBMIT: Final = declare("mirror_queue.after_submit")
+_AFTER_SEAL: Final = declare("mirror_queue.after_seal")
+_AFTER_COMPLETED: Final = declare("mirror_queue.after_completed")
 
 
 class CompletionTracker(Protocol):
@@ -324,6 +330,7 @@ class MirrorQueue:
                 [block.host_block for block in blocks], dtype=torch.int32, device=device
             ),
         )
+        crash_point(_AFTER_SUBMIT)
         for block in blocks:
             self._note(block, unit, (1 << self._block_size) - 1)
 
@@ -373,6 +380,7 @@ class MirrorQueue:
         if not self._open_used:
             return
         self._in_flight.append((self._open_batch, self._tracker.record()))
+        crash_point(_AFTER_SEAL)
         self._open_batch += 1
         self._open_used = False
 
@@ -389,6 +397,7 @@ class MirrorQueue:
             publish it or give the host block back.
         """
         self._advance()
+        crash_point(_AFTER_COMPLETED)
         taken: list[CompletedBlock] = []
         for name, request in self._requests.items():
             while limit is None or len(taken) < limit:

@@ -33,6 +33,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from hisparse_service.contract import limits
+from hisparse_service.contract.crashpoints import crash_point, declare
 from hisparse_service.contract.errors import (
     ClosedError,
     HiSparseError,
@@ -57,6 +58,9 @@ from hisparse_service.contract.messages import (
 )
 from worker_client.telemetry import WorkerCounters
 
+_BEFORE_SEND: Final = declare("client.before_send")
+_AFTER_SEND: Final = declare("client.after_send")
+_AFTER_RECEIVE: Final = declare("client.after_receive")
 _WAIT_SLICE_S: Final = 0.05
 """A waiting request looks this often whether the connection broke or the session was closed."""
 _HEARTBEAT_TIMEOUT_S: Final = 1.0
@@ -370,12 +374,15 @@ class Session:
                 limit_bytes=limits.MAX_MESSAGE_BYTES,
                 message_bytes=len(frame),
             )
+        crash_point(_BEFORE_SEND)
         try:
             self._socket.send(frame)
         except zmq.Again:
             self._away()
             raise self._unavailable("the daemon does not read its socket") from None
+        crash_point(_AFTER_SEND)
         reply = self._receive(request_id, deadline_s, closing=closing)
+        crash_point(_AFTER_RECEIVE)
         if type(reply) is ErrorReply:
             if reply.code == UnknownSession.__name__:
                 raise _SessionGone

@@ -43,6 +43,10 @@ def serve(
     ready_fd: Annotated[
         int, typer.Option("--ready-fd", help="Descriptor that gets a line when ready", min=-1)
     ] = -1,
+    standby_s: Annotated[
+        float,
+        typer.Option("--standby", help="Seconds to wait for a running daemon to end", min=0),
+    ] = 0.0,
 ) -> None:
     """Own the pool and serve workers until SIGTERM."""
     from hisparse_service.config import load_settings
@@ -67,7 +71,7 @@ def serve(
     listener: Listener = (
         ProgressBar() if settings.log.format == "console" and sys.stderr.isatty() else ProgressLog()
     )
-    Daemon(settings, listener=listener, ready_fd=ready_fd).run()
+    Daemon(settings, listener=listener, ready_fd=ready_fd, standby_s=standby_s).run()
 
 
 class ProgressLog:

@@ -64,6 +64,8 @@ by not reading it (its own queue fills, nobody else's)."""
 HEARTBEAT_INTERVAL_S: Final = 1.0
 SESSION_TIMEOUT_S: Final = 15.0
 """Silence after which a session is dead even where neither its pid nor its socket tells."""
+QUARANTINE_S: Final = 600.0
+"""How long unpublished blocks of a process that fell silent, but may live, are given to nobody."""
 LEASE_TTL_S: Final = 30.0
 WRITER_LEASE_TTL_S: Final = 30.0
 ADOPTION_GRACE_S: Final = 5.0

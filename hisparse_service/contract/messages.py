@@ -425,11 +425,13 @@ class CountReply(Reply, tag=43, frozen=True):
 class Drain(Request, tag=44, frozen=True):
     """Take no new session and reserve nothing from now on.
 
-    With `stop`, end when the workers are gone or the deadline passes.
+    With `stop`, end when the workers are gone or the deadline passes. With `hand_over` too, end at
+    once and keep the pool, with or without workers: a successor waits for it.
     """
 
     stop: bool
     timeout_s: Annotated[float, Meta(ge=0, le=86_400)] = 30.0
+    hand_over: bool = False
 
 
 # --- errors and events --------------------------------------------------------------------------

@@ -74,9 +74,9 @@ RECORD_DTYPE: Final = np.dtype(
 
 key_low, key_high: the two halves of the 16 B block key; last_use: twice the directory's use counter
 (a number of uses, not a time), plus 1 while somebody reads the block, so that the next daemon knows
-what its predecessor's clients had pinned; checksum: optional content checksum of the payload, 0 = none; check:
-`record_check` of the fields, valid only in PUBLISHED; parent: block of the previous block of the
-prefix (0 = first), with its generation; depth: blocks before this one in its prefix.
+what its predecessor's clients had pinned; checksum: optional content checksum of the payload, 0 =
+none; check: `record_check` of the fields, valid only in PUBLISHED; parent: block of the previous
+block of the prefix (0 = first), with its generation; depth: blocks before this one in its prefix.
 """
 
 assert RECORD_DTYPE.itemsize == RECORD_BYTES

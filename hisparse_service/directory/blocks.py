@@ -22,7 +22,7 @@ from hisparse_service.directory.columns import BlockColumns
 from hisparse_service.directory.eviction import LeastRecentlyUsed
 from hisparse_service.directory.index import Blocks, KeyIndex, Keys
 from hisparse_service.directory.records import Readers, RecordTable
-from hisparse_service.directory.results import AdoptionReport, Counts, UnfinishedBlocks
+from hisparse_service.directory.results import Counts, UnfinishedBlocks
 from hisparse_service.directory.states import (
     BLOCK_EVENT_ALLOWED,
     BlockEvent,

@@ -43,6 +43,7 @@ from hisparse_service.contract.limits import (
     MAX_LEASES_PER_SESSION,
     MAX_LIST_ROWS,
     MAX_NAMESPACES,
+    QUARANTINE_S,
     WRITER_LEASE_TTL_S,
 )
 from hisparse_service.contract.segment import BlockState
@@ -79,6 +80,7 @@ from hisparse_service.directory.results import (
     SessionEnd,
     Statistics,
     U32Array,
+    UnpublishedBlocks,
     Usage,
     WriterLease,
 )
@@ -145,7 +147,8 @@ class Directory:
         self._namespaces: dict[int, Namespace] = {}
         self._accounts: dict[int, SessionAccount] = {}
         self._caretaker = SessionAccount(SessionId(0), "", 0)
-        """Holds what an earlier daemon's clients were writing; no session has this id."""
+        """Holds what an earlier daemon's clients were writing and reading, and what is in
+        quarantine; no session has this id."""
 
     @property
     def epoch(self) -> int:
@@ -246,7 +249,6 @@ class Directory:
         if found.held.size:
             writing.reserved.update(found.held.tolist())
             owner.charge(writing, reserved=len(found.held), leases=1)
-            owner.orphans = writing
         else:
             self._leases.end(writing, LeaseEvent.RELEASE)
         if found.read.size:
@@ -309,13 +311,20 @@ class Directory:
             raise UsageError(f"session {session} is open already", session=session)
         self._accounts[session] = SessionAccount(SessionId(session), group, rank, delegates_copies)
 
-    def session_died(self, session: int) -> SessionEnd:
+    def session_died(
+        self,
+        session: int,
+        *,
+        unpublished: UnpublishedBlocks = UnpublishedBlocks.RETURN,
+        now_s: float = 0.0,
+    ) -> SessionEnd:
         """End a session, however it ended. Unknown or dead ones are ignored.
 
         Its unpublished blocks return, its pins end, its published blocks stay (I9). Where others of
         its group copy for it, one of them inherits the unpublished blocks and they return with the
         last: an engine's workers may still be copying into blocks that its scheduler, which died,
-        had reserved (I1).
+        had reserved (I1). A session that only fell silent ends with its unpublished blocks in
+        quarantine; until `end_quarantine` it may `reclaim` them.
         """
         account = self._accounts.get(session)
         if account is None:
@@ -323,12 +332,15 @@ class Directory:
         num_blocks = num_pins = 0
         leases = list(account.leases.values())
         heir = self._heir(account)
+        quarantine: list[Lease] = []
         for lease in leases:
             owner = self._namespaces[lease.namespace]
             if heir is not None and lease.reserved:
                 num_pins += owner.unpin_all(lease)
                 self._inherit(owner, lease, heir)
                 continue
+            if lease.reserved and unpublished is UnpublishedBlocks.QUARANTINE:
+                quarantine.append(self._keep_from_all(owner, lease, now_s))
             returned, dropped = self._end_lease(owner, lease, LeaseEvent.REVOKE)
             num_blocks += returned
             num_pins += dropped
@@ -339,7 +351,28 @@ class Directory:
                 del owner.writers[account.group]
                 yielded.append((owner.namespace, account.group))
         del self._accounts[session]
-        return SessionEnd(num_blocks, num_pins, len(leases), yielded)
+        return SessionEnd(
+            num_blocks, num_pins, len(leases), yielded,
+            quarantine=[lease.lease_id for lease in quarantine],
+            quarantined_blocks=sum(len(lease.reserved) for lease in quarantine),
+        )  # fmt: skip
+
+    def _keep_from_all(self, owner: Namespace, lease: Lease, now_s: float) -> Lease:
+        """What a lease reserved becomes the caretaker's."""
+        kept = self._leases.grant(self._caretaker, owner.namespace, now_s=now_s, ttl_s=QUARANTINE_S)
+        owner.charge(kept, leases=1)
+        owner.hand_over(lease, kept, as_blocks(lease.reserved))
+        return kept
+
+    def end_quarantine(self, lease_ids: Iterable[int]) -> int:
+        """The process is dead now: its blocks return. How many; what was reclaimed is not there."""
+        returned = 0
+        for lease_id in lease_ids:
+            lease = self._caretaker.leases.get(lease_id)
+            if lease is not None:
+                owner = self._namespaces[lease.namespace]
+                returned += self._end_lease(owner, lease, LeaseEvent.REVOKE)[0]
+        return returned
 
     def _heir(self, account: SessionAccount) -> SessionAccount | None:
         if not account.group or not account.delegates_copies:
@@ -452,10 +485,10 @@ class Directory:
         *,
         now_s: float,
     ) -> ReserveResult:
-        """Take blocks back that were being written when an earlier daemon ended.
+        """Take blocks back that were being written when an earlier daemon, or the session, ended.
 
         Args:
-            session: Who had reserved them.
+            session: Of the process that had reserved them.
             namespace: Where.
             lease_id: A lease that gets them (renewed by this); 0 makes one.
             blocks: u32 [n]
@@ -473,26 +506,20 @@ class Directory:
         if len(blocks) != len(generations):
             raise UsageError(f"{len(blocks)} blocks with {len(generations)} generations")
         wanted = _distinct(owner, blocks)
-        columns, orphans = owner.blocks.columns, owner.orphans
+        columns = owner.blocks.columns
+        kept = [each for each in self._caretaker.leases.values() if each.namespace == namespace]
         lease = self._leases.require_live(account, owner.namespace, lease_id) if lease_id else None
-        if orphans is not None:
-            good = columns.holder[wanted] == orphans.lease_id
-            wanted = wanted[good & (columns.generation[wanted] == generations)]
-        else:
-            wanted = wanted[:0]
+        good = np.isin(columns.holder[wanted], [each.lease_id for each in kept])
+        wanted = wanted[good & (columns.generation[wanted] == generations)]
         owner.check_quota(account, reserved=len(wanted), leases=lease is None)
         lease = self._renewed(account, owner, lease, now_s)
-        if orphans is not None:
-            owner.hand_over(orphans, lease, wanted)
-            if not orphans.reserved:
-                self._end_orphans(owner, orphans)
+        for each in kept:
+            owner.hand_over(each, lease, wanted[columns.holder[wanted] == each.lease_id])
+            if not each.reserved and not len(each.pins):
+                self._end_lease(owner, each, LeaseEvent.RELEASE)
         return ReserveResult(
             lease.lease_id, lease.deadline_s, as_u32(wanted), columns.generation[wanted]
         )
-
-    def _end_orphans(self, owner: Namespace, orphans: Lease) -> None:
-        owner.orphans = None
-        self._end_lease(owner, orphans, LeaseEvent.EXPIRE)
 
     @_counts_refusals
     def begin_lookup(
@@ -780,8 +807,6 @@ class Directory:
             owner = self._namespaces[lease.namespace]
             if lease.account is self._caretaker:
                 # Who wanted what it kept has come for it by now, or is gone.
-                if lease is owner.orphans:
-                    owner.orphans = None
                 self._end_lease(owner, lease, LeaseEvent.EXPIRE)
                 continue
             owner.statistics.leases_expired += 1

@@ -108,8 +108,6 @@ class Namespace:
         self.statistics = Statistics()
         self.writers: dict[str, WriterLease] = {}
         self.attached: BlockDirectory | None = None
-        self.orphans: Lease | None = None
-        """What an earlier daemon's clients were writing, until they take it back."""
         self._event_sink = event_sink
 
     @property

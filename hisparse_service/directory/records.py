@@ -151,9 +151,7 @@ class RecordTable:
         A block is published with one reader, its writer.
         """
         at = block * RECORD_BYTES
-        _BODY.pack_into(
-            self._bytes, at, key_low, key_high, last_use * 2 + Readers.SOME, checksum
-        )
+        _BODY.pack_into(self._bytes, at, key_low, key_high, last_use * 2 + Readers.SOME, checksum)
         crash_point(_AFTER_BODY)
         _LINKS.pack_into(
             self._bytes, at + _LINKS_OFFSET,

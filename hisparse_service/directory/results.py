@@ -247,6 +247,16 @@ class WriterLease:
     deadline_s: float
 
 
+class UnpublishedBlocks(enum.Enum):
+    """What becomes of blocks that an ended session had reserved."""
+
+    RETURN = "return"
+    """Its process is dead: they are free at once."""
+    QUARANTINE = "quarantine"
+    """Its process may live and copy on: nobody gets them before its death is known, or before a
+    long time has passed (I1)."""
+
+
 @dataclass(frozen=True, slots=True)
 class SessionEnd:
     """What returned when a session ended."""
@@ -256,6 +266,9 @@ class SessionEnd:
     leases: int
     yielded: Sequence[tuple[NamespaceId, str]]
     """(namespace, group) whose writer lease it held: any rank may take it now."""
+    quarantine: Sequence[LeaseId] = ()
+    """For `Directory.end_quarantine`."""
+    quarantined_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,10 @@ class WatchResult(enum.Enum):
 
     WATCHED = "watched"
     NOT_WATCHABLE = "not_watchable"
-    """No such process here: pid 0 (another PID namespace), gone already, or no descriptor left.
-    Its socket and its heartbeats must tell."""
+    """Pid 0 (another PID namespace), or no descriptor left: its socket and its heartbeats must
+    tell."""
+    GONE = "gone"
+    """The process that connected has ended already."""
     REUSED = "reused"
     """The pid belongs to a process with another start time: the client is dead."""
 
@@ -84,6 +86,8 @@ class PidWatcher:
             return WatchResult.NOT_WATCHABLE
         try:
             pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return WatchResult.GONE
         except OSError:
             return WatchResult.NOT_WATCHABLE
         try:

@@ -73,8 +73,13 @@ class ProcessLock:
         self._role = role
 
     @classmethod
-    def acquire(cls, path: Path, *, role: Role) -> ProcessLock:
+    def acquire(cls, path: Path, *, role: Role, wait_s: float = _MONITOR_WAIT_S) -> ProcessLock:
         """Take the lock, as a daemon (TOKEN) or to clean up after a dead one (CLEANER).
+
+        Args:
+            path: The lock file.
+            role: What for.
+            wait_s: How long to wait for a holder to end; at least a monitor's look.
 
         Raises:
             RuntimeDirectoryError: A living process holds it (details: holder_pid), or the file is
@@ -83,7 +88,7 @@ class ProcessLock:
         for _ in range(_MAX_REPLACED):
             fd = _open(path)
             try:
-                if not _lock(fd):
+                if not _lock(fd, wait_s):
                     raise _held(path, fd)
                 # A cleaner may have removed the file between our open and our lock: such a lock
                 # guards nothing.
@@ -189,8 +194,8 @@ def _open(path: Path, *, create: bool = True) -> int:
     return fd
 
 
-def _lock(fd: int) -> bool:
-    give_up_s = time.monotonic() + _MONITOR_WAIT_S
+def _lock(fd: int, wait_s: float) -> bool:
+    give_up_s = time.monotonic() + wait_s
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

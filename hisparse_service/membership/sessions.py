@@ -28,6 +28,8 @@ class DeathCause(enum.Enum):
     """Its socket closed."""
     TIMED_OUT = "timed_out"
     """Silent for longer than the time-out: the last resort."""
+    REPLACED = "replaced"
+    """Its connection said Hello again: the client does not know any more what it held."""
     EVICTED = "evicted"
     """The daemon or an operator ended it."""
 

@@ -305,6 +305,19 @@ class Pool:
 
     # --- the end ----------------------------------------------------------------------------
 
+    def unlink(self) -> None:
+        """The first half of `release`: the name goes; `keep` must follow."""
+        if not self._closed:
+            self._segment.unlink()
+
+    def disown(self) -> None:
+        """Let the next daemon adopt the segment from now on; `keep` must follow. Idempotent.
+
+        Unmapping hundreds of GiB takes seconds: a successor need not wait for it.
+        """
+        self._closed = True
+        self._segment.disown()
+
     def keep(self) -> None:
         """Close and leave the segment for the next daemon. Idempotent.
 
@@ -324,8 +337,7 @@ class Pool:
         Raises:
             UsageError: Views of the mapping are alive; the name is gone all the same.
         """
-        if not self._closed:
-            self._segment.unlink()
+        self.unlink()
         self.keep()
 
     def users_attached(self) -> bool:

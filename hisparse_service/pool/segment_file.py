@@ -188,13 +188,8 @@ class SegmentFile:
 
     # --- the end ----------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Give up the owner lock, the mapping and the descriptor. Idempotent.
-
-        Raises:
-            UsageError: Views of the mapping are alive. Lock and descriptor are gone all the same;
-                close again once the views are.
-        """
+    def disown(self) -> None:
+        """Give up the owner lock and the descriptor; the mapping stays. Idempotent."""
         if self._fd >= 0:
             if self._owner_locked:
                 # The mapping holds a duplicate of the descriptor, so closing would not be enough.
@@ -204,6 +199,15 @@ class SegmentFile:
                 self._owner_locked = False
             os.close(self._fd)
             self._fd = -1
+
+    def close(self) -> None:
+        """Give up the owner lock, the descriptor and the mapping. Idempotent.
+
+        Raises:
+            UsageError: Views of the mapping are alive. Lock and descriptor are gone all the same;
+                close again once the views are.
+        """
+        self.disown()
         if self._mapping is not None:
             try:
                 self._mapping.close()

@@ -7,13 +7,21 @@ Control loop only.
 
 from __future__ import annotations
 
+import time
+
 from hisparse_service.contract import limits
 from hisparse_service.contract import messages as m
-from hisparse_service.contract.errors import NotReady, ProtocolMismatch, QuotaExceeded
+from hisparse_service.contract.errors import (
+    NotReady,
+    ProtocolMismatch,
+    QuotaExceeded,
+    UnknownSession,
+)
+from hisparse_service.directory.results import SessionEnd, UnpublishedBlocks
 from hisparse_service.membership.credentials import Authoriser, parse_peer_address
 from hisparse_service.membership.liveness import WatchResult
 from hisparse_service.membership.sessions import DeathCause, Identity
-from hisparse_service.server.state import Client, Phase, ServerState
+from hisparse_service.server.state import Client, Phase, Quarantine, ServerState
 from hisparse_service.telemetry.logs import get_logger
 
 MAX_COUNTERS_PER_SESSION = 256
@@ -44,13 +52,14 @@ def begin_session(
 ) -> Client:
     """Make the session of a connection, ALIVE.
 
-    A repeated Hello (its reply was lost) gets the session that is there.
+    A repeated Hello (its reply was lost) gets the session that is there, if that holds nothing.
 
     Raises:
         NotAuthorised: The kernel's credentials are missing or not allowed.
         ProtocolMismatch: No common version.
         NotReady: The daemon drains.
         QuotaExceeded: Too many sessions.
+        UnknownSession: The peer is gone already: nobody reads this.
         UsageError: The connection has a session with another identity.
     """
     credentials = parse_peer_address(peer_address)
@@ -58,9 +67,15 @@ def begin_session(
     version = negotiate(hello)
     known = state.clients.get(routing_id)
     if known is not None and _same_identity(known.hello, hello):
-        return known
+        if not _holds_leases(state, known):
+            return known
+        # It attaches anew and asks for what it held by handle: kept under the old leases, that
+        # would be there twice.
+        end_session(state, known, DeathCause.REPLACED)
     if state.phase is not Phase.STARTING and state.phase is not Phase.READY and not hello.operator:
         raise draining(state)
+    if connection_fd in state.ended_connections:
+        raise UnknownSession("the connection ended before its Hello was read")
     _end_predecessor(state, connection_fd, routing_id)
     session = state.sessions.create(
         routing_id,
@@ -91,6 +106,9 @@ def begin_session(
         client=hello.client_name, group=hello.group, rank=hello.rank, operator=hello.operator,
         pid_watched=watched is WatchResult.WATCHED,
     )  # fmt: skip
+    if watched is WatchResult.GONE:
+        end_session(state, client, DeathCause.PROCESS_ENDED)
+        raise UnknownSession("the process ended before its Hello was read")
     return client
 
 
@@ -103,17 +121,28 @@ def end_session(state: ServerState, client: Client, cause: DeathCause) -> None:
         if pending.work is not None:
             pending.work.cancel()
     client.pending.clear()
-    returned_blocks = dropped_pins = 0
+    ended = SessionEnd(0, 0, 0, ())
     if state.loaded_directory is not None:
-        ended = state.directory.session_died(session.session_id)
-        returned_blocks, dropped_pins = ended.returned_blocks, ended.dropped_pins
+        # Silence proves nothing: a process that was stopped goes on copying when it continues.
+        may_live = cause in (DeathCause.TIMED_OUT, DeathCause.REPLACED)
+        ended = state.directory.session_died(
+            session.session_id, now_s=time.monotonic(),
+            unpublished=(
+                UnpublishedBlocks.QUARANTINE if may_live else UnpublishedBlocks.RETURN
+            ),
+        )  # fmt: skip
     for entry in list(state.namespaces.values()):
         if session.session_id in entry.turns:
             entry.turns.remove(session.session_id)
         entry.openers.discard(session.session_id)
         if entry.backing is None and not entry.openers:
             drop_namespace(state, entry.namespace_id)
-    state.watcher.unwatch(session.session_id)
+    if ended.quarantine:
+        state.quarantine[session.session_id] = Quarantine(
+            client.connection_fd, list(ended.quarantine)
+        )
+    else:
+        state.watcher.unwatch(session.session_id)
     state.clients.pop(session.routing_id, None)
     state.by_session.pop(session.session_id, None)
     if state.by_connection.get(client.connection_fd) == session.routing_id:
@@ -122,8 +151,27 @@ def end_session(state: ServerState, client: Client, cause: DeathCause) -> None:
     state.metrics.count_death(cause.value)
     log.info(
         "session_ended", session=session.session_id, cause=cause.value,
-        returned_blocks=returned_blocks, dropped_pins=dropped_pins,
+        returned_blocks=ended.returned_blocks, dropped_pins=ended.dropped_pins,
+        quarantined_blocks=ended.quarantined_blocks,
     )  # fmt: skip
+
+
+def end_process(state: ServerState, session_id: int) -> None:
+    """A watched process ended."""
+    client = state.by_session.get(session_id)
+    if client is not None:
+        end_session(state, client, DeathCause.PROCESS_ENDED)
+    else:
+        end_quarantine(state, session_id)
+
+
+def end_quarantine(state: ServerState, session_id: int) -> None:
+    """A process whose session timed out is dead now. Unknown ids are ignored."""
+    quarantine = state.quarantine.pop(session_id, None)
+    if quarantine is not None:
+        state.watcher.unwatch(session_id)
+        returned = state.directory.end_quarantine(quarantine.lease_ids)
+        log.info("quarantine_ended", session=session_id, returned_blocks=returned)
 
 
 def drop_namespace(state: ServerState, namespace_id: int) -> None:
@@ -139,6 +187,9 @@ def end_connection(state: ServerState, connection_fd: int) -> None:
     client = state.clients.get(routing_id) if routing_id is not None else None
     if client is not None:
         end_session(state, client, DeathCause.DISCONNECTED)
+    for session_id, quarantine in list(state.quarantine.items()):
+        if quarantine.connection_fd == connection_fd:
+            end_quarantine(state, session_id)
 
 
 def negotiate(hello: m.Hello) -> int:
@@ -189,6 +240,12 @@ def _same_identity(left: m.Hello, right: m.Hello) -> bool:
         getattr(left, name) == getattr(right, name)
         for name in ("client_name", "group", "rank", "world_size", "device_uuid", "operator")
     )
+
+
+def _holds_leases(state: ServerState, client: Client) -> bool:
+    if state.loaded_directory is None:
+        return False
+    return state.directory.session_usage(client.session.session_id).leases > 0
 
 
 def _end_predecessor(state: ServerState, connection_fd: int, routing_id: bytes) -> None:

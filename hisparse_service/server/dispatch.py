@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple, cast
 import zmq
 
 from hisparse_service.contract import messages as m
+from hisparse_service.contract.crashpoints import crash_point, declare
 from hisparse_service.contract.errors import (
     HiSparseError,
     InternalError,
@@ -41,6 +42,15 @@ from hisparse_service.telemetry.logs import get_logger
 _SOURCE_FD: Final = 2  # ZMQ_SRCFD: which connection a frame came by; the monitor uses this number
 MAX_PENDING_BYTES_PER_SESSION: Final = 8 * 2**20
 """Of frames whose requests wait; with MAX_SESSIONS sessions 2 GiB at the very worst."""
+
+_BEFORE_REPLY: Final = {
+    request_type: declare(f"reply.before_{request_type.__name__}")
+    for request_type in m.REQUEST_TYPES.values()
+}
+_AFTER_REPLY: Final = {
+    request_type: declare(f"reply.after_{request_type.__name__}")
+    for request_type in m.REQUEST_TYPES.values()
+}
 
 log = get_logger()
 
@@ -157,7 +167,7 @@ class Dispatcher:
             raise BrokenInvariantError(f"{type(request).__name__}: {error}") from error
         except Exception as error:
             reply = self._bug(client, request, error)
-        self._reply(client, routing_id, reply)
+        self._reply(client, routing_id, reply, request)
         self._latency[type(request)].observe_ns(time.monotonic_ns() - started_ns)
 
     def on_wrong_frames(self, routing_id: bytes, num_frames: int) -> None:
@@ -189,7 +199,7 @@ class Dispatcher:
             # A reply that cannot be sent may have ended the session and emptied the queue.
             if client.pending and client.pending[0] is pending:
                 client.pending.popleft()
-            self._reply(client, client.session.routing_id, reply)
+            self._reply(client, client.session.routing_id, reply, pending.request)
             self._latency[type(pending.request)].observe_ns(
                 int((time.monotonic() - pending.received_s) * 1e9)
             )
@@ -325,9 +335,19 @@ class Dispatcher:
             ),
         )
 
-    def _reply(self, client: Client | None, routing_id: bytes, reply: m.Reply) -> None:
+    def _reply(
+        self,
+        client: Client | None,
+        routing_id: bytes,
+        reply: m.Reply,
+        request: m.Request | None = None,
+    ) -> None:
+        if request is not None:
+            crash_point(_BEFORE_REPLY[type(request)])
         result = self._send(routing_id, m.encode(reply))
         if result is SendResult.SENT:
+            if request is not None:
+                crash_point(_AFTER_REPLY[type(request)])
             return
         metrics = self._state.metrics
         if result is SendResult.NOT_READ:

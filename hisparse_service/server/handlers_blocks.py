@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from hisparse_service.contract import messages as m
+from hisparse_service.contract.crashpoints import crash_point, declare
 from hisparse_service.contract.errors import ForeignKeys, HiSparseError
 from hisparse_service.contract.limits import LOOKUP_SLICE_KEYS
 from hisparse_service.contract.messages import u32_array, u64_array
@@ -12,6 +13,10 @@ from hisparse_service.directory.lookup import Lookup
 from hisparse_service.directory.results import LookupResult, MirrorItem, PinResult, ReserveResult
 from hisparse_service.server.handlers_backing import entry_of
 from hisparse_service.server.state import Client, LongRequest, Phase, ServerState
+
+_AFTER_ENQUEUED = declare("mirror.after_enqueued")
+_AFTER_COMPLETED = declare("mirror.after_completed")
+_AFTER_RESERVED = declare("mirror.after_reserved")
 
 
 def _blocks_reply(
@@ -127,6 +132,7 @@ def mirror_batch(
                 for item in request.enqueued
             ],
         )
+        crash_point(_AFTER_ENQUEUED)
     canonical_blocks = canonical_generations = b""
     if request.completed:
         completed = directory.mirror_completed(
@@ -134,6 +140,7 @@ def mirror_batch(
         )
         canonical_blocks = b"".join([item.blocks.tobytes() for item in completed])
         canonical_generations = b"".join([item.generations.tobytes() for item in completed])
+        crash_point(_AFTER_COMPLETED)
     touched = {item.lease_id for item in request.completed}
     touched.update(item.lease_id for item in request.enqueued)
     directory.renew(session_id, touched, now_s=now_s)
@@ -172,6 +179,7 @@ def _reserve_item(
     except HiSparseError:
         # What was published above stays published: an error here would hide that.
         return m.ReservedItem(item.lease_id, b"", b"")
+    crash_point(_AFTER_RESERVED)
     return m.ReservedItem(got.lease_id, got.blocks.tobytes(), got.generations.tobytes())
 
 

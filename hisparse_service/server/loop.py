@@ -25,11 +25,10 @@ from typing import Final, cast
 
 import zmq
 
-from hisparse_service.membership.sessions import DeathCause
-from hisparse_service.server.clients import end_connection, end_session
+from hisparse_service.server.clients import end_connection, end_process
 from hisparse_service.server.dispatch import Dispatcher, SendResult
 from hisparse_service.server.state import ServerState
-from hisparse_service.server.transport import Transport
+from hisparse_service.server.transport import ConnectionChange, Transport
 from hisparse_service.telemetry.logs import get_logger
 
 BURST_MESSAGES: Final = 64
@@ -202,14 +201,17 @@ class ControlLoop:
         self._is_readable = True
 
     def _read_monitor(self) -> None:
-        for connection_fd in self._transport.closed_connections():
-            end_connection(self._state, connection_fd)
+        ended = self._state.ended_connections
+        for change, connection_fd in self._transport.connection_changes():
+            if change is ConnectionChange.OPENED:
+                ended.discard(connection_fd)
+            else:
+                ended.add(connection_fd)
+                end_connection(self._state, connection_fd)
 
     def _read_pidfds(self) -> None:
         for session_id in self._state.watcher.poll():
-            client = self._state.by_session.get(session_id)
-            if client is not None:
-                end_session(self._state, client, DeathCause.PROCESS_ENDED)
+            end_process(self._state, session_id)
 
     def _run_calls(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from hisparse_service.contract import messages as m
 from hisparse_service.contract.geometry import HostGeometry
+from hisparse_service.contract.ids import LeaseId
 from hisparse_service.directory.directory import Directory
 from hisparse_service.membership.liveness import PidWatcher
 from hisparse_service.membership.sessions import Session, SessionTable
@@ -92,6 +93,14 @@ class NamespaceEntry:
     """Sessions that register or wait to; the first has the turn."""
 
 
+@dataclass(slots=True, frozen=True)
+class Quarantine:
+    """Unpublished blocks of a session that timed out while its process may live."""
+
+    connection_fd: int
+    lease_ids: list[LeaseId]
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ServerOptions:
     """What does not change while the daemon runs."""
@@ -131,6 +140,10 @@ class ServerState:
     by_session: dict[int, Client] = field(default_factory=dict)
     by_connection: dict[int, bytes] = field(default_factory=dict)
     """Routing id by number of the connection."""
+    quarantine: dict[int, Quarantine] = field(default_factory=dict)
+    """By the id of the session that ended; its pid stays watched."""
+    ended_connections: set[int] = field(default_factory=set)
+    """Numbers of connections that ended and were not taken by a new one since."""
     namespaces: dict[int, NamespaceEntry] = field(default_factory=dict)
     by_fingerprint: dict[bytes, NamespaceEntry] = field(default_factory=dict)
 

@@ -8,6 +8,7 @@ Owned by the control loop and used on its thread only.
 
 from __future__ import annotations
 
+import enum
 import os
 import struct
 from collections.abc import Iterable
@@ -30,6 +31,13 @@ _IPC_FILTER_UID: Final = 59
 """ZMQ_IPC_FILTER_UID, which pyzmq does not name: the kernel's word on the peer's uid decides."""
 
 
+class ConnectionChange(enum.Enum):
+    """What the monitor says of a connection. Its number may be another's after its end."""
+
+    OPENED = "opened"
+    ENDED = "ended"
+
+
 class Transport:
     """Binds both sockets and closes them.
 
@@ -50,7 +58,9 @@ class Transport:
         self.monitor: zmq.Socket[bytes] | None = None
         try:
             self._set_options(allowed_uids)
-            self.monitor = self.router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self.monitor = self.router.get_monitor_socket(
+                zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+            )
             self._bind()
         except BaseException:
             self.close()
@@ -88,13 +98,13 @@ class Transport:
 
     @property
     def monitor_fd(self) -> int:
-        """Readable when a connection ended."""
+        """Readable when a connection was made or ended."""
         assert self.monitor is not None, "closed"
         return int(self.monitor.getsockopt(zmq.FD))
 
-    def closed_connections(self) -> list[int]:
-        """Numbers of the connections that ended since the last call, in order."""
-        closed: list[int] = []
+    def connection_changes(self) -> list[tuple[ConnectionChange, int]]:
+        """What happened to connections since the last call, in order, with their numbers."""
+        changes: list[tuple[ConnectionChange, int]] = []
         monitor = self.monitor
         while monitor is not None:
             try:
@@ -103,8 +113,10 @@ class Transport:
                 break
             number, value = _MONITOR_EVENT.unpack_from(event)
             if number == zmq.EVENT_DISCONNECTED:
-                closed.append(value)
-        return closed
+                changes.append((ConnectionChange.ENDED, value))
+            elif number == zmq.EVENT_ACCEPTED:
+                changes.append((ConnectionChange.OPENED, value))
+        return changes
 
     def close(self) -> None:
         """Close sockets and context. Idempotent; replies under way get the linger time."""

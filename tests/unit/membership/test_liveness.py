@@ -79,11 +79,12 @@ def test_i9_a_zombie_counts_as_ended(watcher, children):
 
 
 def test_a_pid_that_is_not_visible_cannot_be_watched(watcher, children):
+    for pid in (0, -1):
+        assert watcher.watch(1, pid) is WatchResult.NOT_WATCHABLE
     gone = children()
     gone.kill()
     gone.wait()
-    for pid in (0, -1, gone.pid):
-        assert watcher.watch(1, pid) is WatchResult.NOT_WATCHABLE
+    assert watcher.watch(1, gone.pid) is WatchResult.GONE
     assert len(watcher) == 0
 
 

@@ -109,11 +109,11 @@ def test_a_lock_on_a_file_that_was_removed_meanwhile_is_not_taken_for_the_lock(p
 
     real_lock, opened = process_lock._lock, []
 
-    def remove_before_the_first_lock(fd: int) -> bool:
+    def remove_before_the_first_lock(fd: int, wait_s: float) -> bool:
         if not opened:
             opened.append(fd)
             path.unlink()
-        return real_lock(fd)
+        return real_lock(fd, wait_s)
 
     monkeypatch.setattr(process_lock, "_lock", remove_before_the_first_lock)
     with ProcessLock.acquire(path, role=Role.TOKEN):
