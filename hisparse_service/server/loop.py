@@ -19,7 +19,7 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Final, cast
 
@@ -48,7 +48,7 @@ log = get_logger()
 
 
 class ControlLoop:
-    """Runs on the thread that calls `run`. Owns its epoll, eventfd and signal pipe.
+    """Made and run on the main thread. Owns its epoll, eventfd, signal pipe and signal handlers.
 
     Args:
         state: The sessions whose deaths it notices.
@@ -86,6 +86,10 @@ class ControlLoop:
         self.last_turn_s = time.monotonic()
         """When the loop last came round; health reads it from another thread."""
         self._watch_descriptors()
+        # From here on, and not only in `run`: a helper thread may be populating the pool by then.
+        for number in STOP_SIGNALS:
+            signal.signal(number, _note_signal)
+        signal.set_wakeup_fd(self._signal_out.fileno(), warn_on_full_buffer=False)
 
     def _watch_descriptors(self) -> None:
         transport = self._transport
@@ -118,13 +122,12 @@ class ControlLoop:
         self._is_stopping = True
 
     def run(self, dispatcher: Dispatcher) -> None:
-        """Serve until `stop`. The signal handlers are the loop's meanwhile (main thread only)."""
-        with self._signals():
-            # libzmq's descriptors stay silent until their socket was once found empty.
-            self._state.events.read_subscriptions()
-            self._read_monitor()
-            while not self._is_stopping:
-                self._turn(dispatcher)
+        """Serve until `stop`."""
+        # libzmq's descriptors stay silent until their socket was once found empty.
+        self._state.events.read_subscriptions()
+        self._read_monitor()
+        while not self._is_stopping:
+            self._turn(dispatcher)
 
     def _turn(self, dispatcher: Dispatcher) -> None:
         is_drained = self._receive_burst(dispatcher)
@@ -225,21 +228,15 @@ class ControlLoop:
                 if number in STOP_SIGNALS:
                     self._on_signal(number)
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        before = {number: signal.signal(number, _note_signal) for number in STOP_SIGNALS}
-        wakeup_before = signal.set_wakeup_fd(self._signal_out.fileno(), warn_on_full_buffer=False)
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(wakeup_before)
-            # Ignored from here on: a second SIGTERM during the last clean-up does no harm.
-            for number in before:
-                signal.signal(number, signal.SIG_IGN)
-
     def close(self) -> None:
-        """Close what the loop owns. Idempotent."""
+        """Close what the loop owns. Idempotent.
+
+        STOP_SIGNALS are ignored from then on: a second one during the last clean-up does no harm.
+        """
         if self._wake_fd >= 0:
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+            signal.set_wakeup_fd(-1)
             self._epoll.close()
             self._signal_in.close()
             self._signal_out.close()

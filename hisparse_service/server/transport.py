@@ -56,6 +56,7 @@ class Transport:
         self.router = self._context.socket(zmq.ROUTER)
         self.publisher = self._context.socket(zmq.XPUB)
         self.monitor: zmq.Socket[bytes] | None = None
+        self._bound: list[str] = []
         try:
             self._set_options(allowed_uids)
             self.monitor = self.router.get_monitor_socket(
@@ -88,6 +89,7 @@ class Transport:
             ):
                 try:
                     socket.bind(endpoint)
+                    self._bound.append(endpoint)
                 except zmq.ZMQError as error:
                     raise RuntimeDirectoryError(
                         f"cannot bind {endpoint}: {error.strerror}",
@@ -127,3 +129,7 @@ class Transport:
         self.router.close()
         self.publisher.close()
         self._context.term()
+        # libzmq leaves the names. The lock is still held, so they cannot be a successor's.
+        for endpoint in self._bound:
+            Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+        self._bound.clear()
