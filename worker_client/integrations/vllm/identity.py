@@ -61,13 +61,15 @@ def plan_host(kv_cache_config: Any, settings: Settings) -> HostPlan:
     groups: list[LayerGroup] = []
     end = 0
     for offset, layer_stride, name in places:
-        page = int(layer_spec(source_group.kv_cache_spec, name).page_size_bytes)
-        if offset != end or layer_stride != num_blocks * page or page % block_size:
+        # From the tensors alone: the scheduler's copy of the configuration has lost the layers'
+        # own specs.
+        page, rest = divmod(layer_stride, num_blocks)
+        if offset != end or rest or page % block_size:
             raise GeometryError(
-                f"host layer {name} lies at byte {offset} with stride {layer_stride}, "
-                f"expected {end} and {num_blocks} pages of {page} bytes"
+                f"host layer {name} lies at byte {offset} with stride {layer_stride}, expected "
+                f"{end} and {num_blocks} pages of whole rows"
             )
-        end += num_blocks * page
+        end += layer_stride
         groups.append(LayerGroup(1, page // block_size))
     index_layers: tuple[str, ...] = ()
     index_pages: tuple[int, ...] = ()
@@ -108,11 +110,15 @@ def _index_layers(kv_cache_config: Any) -> tuple[tuple[str, ...], tuple[int, ...
     group_id = index_group_id(kv_cache_config)
     if group_id is None:
         return (), ()
-    group = kv_cache_config.kv_cache_groups[group_id]
-    names = tuple(group.layer_names)
-    return names, tuple(
-        int(layer_spec(group.kv_cache_spec, name).page_size_bytes) for name in names
-    )
+    names = tuple(kv_cache_config.kv_cache_groups[group_id].layer_names)
+    # vLLM's device layout of HiSparse is block-outermost: layers lie a page apart.
+    pages = {
+        name: int(tensor.layer_stride)
+        for tensor in kv_cache_config.kv_cache_tensors
+        if not tensor.host_resident
+        for name in tensor.layers
+    }
+    return names, tuple(pages[name] for name in names)
 
 
 def model_identity(vllm_config: Any, settings: Settings) -> str:
@@ -156,20 +162,16 @@ def _config_digest(hf_config: Any) -> str:
 
 
 def row_format(kv_cache_config: Any, plan: HostPlan) -> str:
-    """Format of the rows of all layers, with the layers' names in the order of their bytes."""
+    """Format of the rows, with the layers' names in the order of their bytes.
+
+    Equal in workers and scheduler: of several row formats the first layer's is named, the others
+    differ by their row bytes, which the geometry has.
+    """
     group = _group(kv_cache_config, host_resident=True)
-    rows = []
-    for name in plan.source_layers:
-        spec = layer_spec(group.kv_cache_spec, name)
-        cache_dtype = getattr(spec, "cache_dtype_str", None) or spec.dtype
-        rows.append(f"{name}:{cache_dtype}:{spec.page_size_bytes}")
-    index_id = index_group_id(kv_cache_config)
-    if plan.index_layers and index_id is not None:
-        index_spec = kv_cache_config.kv_cache_groups[index_id].kv_cache_spec
-        rows += [f"{n}:{layer_spec(index_spec, n).dtype}" for n in plan.index_layers]
-    kinds = sorted({row.split(":")[1] for row in rows[: len(plan.source_layers)]})
-    digest = hashlib.blake2b("\n".join(rows).encode(), digest_size=8).hexdigest()
-    return f"{'+'.join(kinds)}/{digest}"
+    spec = layer_spec(group.kv_cache_spec, group.layer_names[0])
+    kind = getattr(spec, "cache_dtype_str", None) or str(spec.dtype)
+    names = "\n".join((*plan.source_layers, "", *plan.index_layers))
+    return f"{kind}/{hashlib.blake2b(names.encode(), digest_size=8).hexdigest()}"
 
 
 def check_topology(vllm_config: Any) -> None:

@@ -1,4 +1,4 @@
-"""placeholder"""
+"""Placeholder."""
 
 from __future__ import annotations
 
