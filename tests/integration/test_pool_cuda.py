@@ -259,7 +259,7 @@ PARENT = """
 import os, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1], *sys.argv[2:],
                           "--parent-pid", str(os.getpid())],
-                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+                         stdin=STDIN, stdout=subprocess.PIPE)
 print(child.pid, child.stdout.readline().decode(), flush=True)
 time.sleep(1000)
 """
@@ -280,12 +280,19 @@ def gone(pid: int) -> bool:
     return state == "Z"
 
 
-def test_i6_a_child_in_a_hung_driver_call_ends_when_its_parent_is_killed(pool: Pool) -> None:
+@pytest.mark.parametrize("stdin", ["subprocess.PIPE", "None"], ids=["pipe", "signal_only"])
+def test_i6_a_child_in_a_hung_driver_call_ends_when_its_parent_is_killed(
+    pool: Pool, stdin: str
+) -> None:
+    """With `None` the child's input is this test's pipe, which stays open: the signal is alone."""
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, HANGING_DRIVER, *child_options(pool)],
+        [sys.executable, "-c", PARENT.replace("STDIN", stdin), HANGING_DRIVER,
+         *child_options(pool)],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-    )
+    )  # fmt: skip
     assert parent.stdout is not None
+    assert parent.stdin is not None
     pid, report = parent.stdout.readline().decode().split(" ", 1)
     assert json.loads(report) == {"event": "started"}
     parent.send_signal(signal.SIGKILL)
@@ -297,6 +304,7 @@ def test_i6_a_child_in_a_hung_driver_call_ends_when_its_parent_is_killed(pool: P
             assert time.monotonic() < deadline
             os.sched_yield()
     finally:
+        parent.stdin.close()
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
 

@@ -322,6 +322,19 @@ def test_live_views_are_named_and_the_segment_is_given_up_all_the_same(instance:
     pool.release()
 
 
+def test_a_pool_that_was_kept_with_live_views_can_be_adopted_all_the_same(instance: str) -> None:
+    """The mapping holds a duplicate of the descriptor: the lock must be given up by itself."""
+    pool = Pool.create_or_adopt(settings(instance))
+    backing = make_backing(pool)
+    with pytest.raises(UsageError, match="views of the mapping"):
+        pool.keep()
+    successor = Pool.create_or_adopt(settings(instance))
+    assert (successor.adopted, successor.inode) == (True, pool.inode)
+    del backing
+    pool.keep()
+    successor.release()
+
+
 def test_i4_a_workers_mapping_outlives_release(instance: str) -> None:
     pool = Pool.create_or_adopt(settings(instance))
     with path_of(instance).open("r+b") as file:
