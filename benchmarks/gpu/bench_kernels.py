@@ -584,22 +584,27 @@ def sweep_gather(
     lists.append(("cold.uniform", pages, [uniform_plan(pages, 64, s) for s in range(4)]))
     started = time.perf_counter()
     combinations = itertools.product(
-        ((512, 8, 1), (256, 8, 1), (512, 12, 1), (512, 4, 1)),
-        (132, 66, 32, 16),
-        ((1 << 30, 21), (0, 21), (0, 23), (0, 20)),
+        ((512, 4, 1), (256, 8, 1), (256, 4, 1), (512, 2, 1), (512, 8, 1)),
+        (33, 66, 24, 48, 16, 132),
+        (1 << 30, 0),
     )
-    for (threads, unroll, resident), blocks, (least, shift) in combinations:
+    for (threads, unroll, resident), blocks, least in combinations:
         tuning = replace(
-            base, copy_threads=threads, copy_unroll=unroll, copy_blocks_per_sm=resident,
-            gather_blocks=blocks, gather_map_min_rows=least, gather_map_shift=shift,
-        )  # fmt: skip
+            base,
+            copy_threads=threads,
+            copy_unroll=unroll,
+            copy_blocks_per_sm=resident,
+            gather_blocks=blocks,
+            sort_min_rows=least,
+            sort_max_row_bytes=1 << 30,
+        )
         made = CudaBackend(DEVICE, tuning=tuning)
         made.prepare()
         line = []
         for name, where, plans in lists:
             rate, us, _ = time_gather(made, where, plans, repeats=5)
             line.append((name, round(rate, 2), round(us, 1)))
-        mode = "in-order" if least else f"map{shift}"
+        mode = "in-order" if least else "sorted"
         print(
             f"{threads:5d}x{unroll:<2d} grid {blocks:4d} {mode:9s} "
             + " ".join(f"{name}={rate}" for name, rate, _ in line),
@@ -614,7 +619,7 @@ def sweep_gather(
 
 
 def sweep_resolve(report: Report, pages: GroupPages, base: CudaTuning) -> None:
-    for threads, factor in itertools.product((1024, 512), (4.0, 6.0, 3.0)):
+    for threads, factor in itertools.product((1024, 512), (4.0, 3.0)):
         tuning = replace(base, resolve_threads=threads, table_factor=factor)
         bench_resolve(
             report, CudaBackend(DEVICE, tuning=tuning), pages, tag=f".t{threads}.f{factor:g}"

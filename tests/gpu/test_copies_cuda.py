@@ -98,7 +98,7 @@ def on_gpu(plan):
 def test_gather_copies_planned_rows_and_nothing_else(
     reference, layers, row_bytes, block_size, interleaved, flat, min_rows
 ) -> None:
-    made = CudaBackend(DEVICE, tuning=CudaTuning(gather_map_min_rows=min_rows))
+    made = CudaBackend(DEVICE, tuning=CudaTuning(sort_min_rows=min_rows, sort_max_row_bytes=2**30))
     pages, expected, _ = pair(layers, row_bytes, block_size, interleaved, flat)
     plan = random_plan(expected, lists=5, longest=200, seed=12)
     reference.gather(pages=expected, plan=plan)
@@ -109,9 +109,7 @@ def test_gather_copies_planned_rows_and_nothing_else(
 @pytest.mark.parametrize("threads", [256, 512, 1_024])
 @pytest.mark.parametrize("lists", [1, 64, 1_100])
 def test_gather_with_many_requests_and_ranges(reference, threads: int, lists: int) -> None:
-    tuning = CudaTuning(
-        copy_threads=threads, copy_unroll=4, gather_map_min_rows=100, gather_map_shift=12
-    )
+    tuning = CudaTuning(copy_threads=threads, copy_unroll=4, sort_min_rows=100)
     made = CudaBackend(DEVICE, tuning=tuning)
     pages, expected, _ = pair(1, 656, 64, False, True)
     plan = random_plan(expected, lists=lists, longest=4_096 if lists == 1 else 30, seed=13)
@@ -122,7 +120,7 @@ def test_gather_with_many_requests_and_ranges(reference, threads: int, lists: in
 
 def test_gather_copies_rows_that_do_not_fit_the_list_of_one_block(reference) -> None:
     # All rows belong to one thread block: more than its list holds.
-    tuning = CudaTuning(gather_map_min_rows=0, gather_map_shift=40)
+    tuning = CudaTuning(sort_min_rows=0, gather_blocks=1)
     made = CudaBackend(DEVICE, tuning=tuning)
     shape = dict(layers=1, row_bytes=16, block_size=64, interleaved=False, flat=True, seed=14)
     pages = make_pages(host_blocks=400, device_blocks=400, device=DEVICE, pinned=True, **shape)

@@ -1,10 +1,10 @@
 // Copies between host memory and the device in 16-byte lanes: gather, stage, mirror, restore.
 //
-// The link is the limit, and two things keep it busy: rows in flight (each warp loads HS_COPY_UNROLL x
-// 512 bytes before it stores any), and few misses of address translation. An H200 serves about 30
-// misses a microsecond, each good for 2 MiB: random rows of 656 bytes over 16 GiB stop at 20 GB/s.
-// So a long list is taken in the order of host addresses: 2^map_shift bytes of host memory belong to
-// one thread block, which groups its rows by such pieces; all blocks walk up through memory together.
+// The link is the limit, and two things keep it busy. Rows in flight: about 1 MB of them, more only
+// queue. Few misses of address translation: rows of 656 bytes in random order over 16 GiB stop at
+// 19 GB/s, the same rows sorted by address, each multiprocessor in a range of its own, run at 33 to
+// 44. So a long list of short rows is split among the thread blocks into ranges of host addresses
+// with equally many rows, and each block walks up through its range.
 //
 // Compiled with HS_COPY_UNROLL, HS_THREADS and HS_BLOCKS_PER_SM.
 #include "common.cuh"
@@ -34,9 +34,9 @@ struct RowArgs {
     i32 row_lanes;           // 16-byte lanes of one layer's row
     i32 block_size;
     i32 block_shift;
-    i32 map_shift;           // log2 of the bytes that stay with one block
-    i32 map_min_rows;        // lists with fewer rows in all are not split by address
-    i32 reserved;
+    i32 bin_shift;           // log2 of the bytes of host memory in one bin: at most kBins bins
+    i32 sort_min_rows;       // shorter lists are copied in their order
+    i32 adjacent;            // 1 where the layers of a row lie side by side in host memory
 };
 
 struct BlockArgs {
@@ -84,13 +84,13 @@ __device__ __forceinline__ i64 device_offset(const RowArgs& a, i64 row) {
     return block * a.device_block_bytes + (row - block * a.device_block_rows) * row_bytes;
 }
 
-// Copies the rows of lanes 0 .. count - 1 of the warp, all layers, as one run of 16-byte lanes.
+// Copies the rows of lanes 0 .. count - 1 of the warp, in these layers, as one run of 16-byte lanes.
 template <Direction D>
 __device__ __forceinline__ void copy_rows(
-    const RowArgs& a, i64 host, i64 device, i32 count
+    const RowArgs& a, i64 host, i64 device, i32 count, i32 first_layer, i32 layers
 ) {
     const i32 thread = threadIdx.x % 32;
-    const i32 lanes_a_row = a.num_layers * a.row_lanes;
+    const i32 lanes_a_row = layers * a.row_lanes;
     const i32 total = count * lanes_a_row;
     for (i32 base = 0; base < total; base += 32 * kUnroll) {
         uint4 data[kUnroll];
@@ -106,8 +106,8 @@ __device__ __forceinline__ void copy_rows(
             if (q < total && from_host >= 0 && on_device >= 0) {
                 const i32 layer = in_row / a.row_lanes;
                 const i64 in_layer = (i64)(in_row - layer * a.row_lanes) * 16;
-                const u64 at_host = a.host[layer] + from_host + in_layer;
-                const u64 at_device = a.device[layer] + on_device + in_layer;
+                const u64 at_host = a.host[first_layer + layer] + from_host + in_layer;
+                const u64 at_device = a.device[first_layer + layer] + on_device + in_layer;
                 data[u] = load_lane(D == kToDevice ? at_host : at_device);
                 to[u] = D == kToDevice ? at_device : at_host;
             }
@@ -135,14 +135,16 @@ struct Lists {
     u32 starts[1025];  // entries of lists before, in this group of lists
     u32 warp_sums[32];
     u32 length;
+    u32 low;
+    u32 high;
     u16 bin_of[kListCapacity];
     u16 order[kListCapacity];
 };
 static_assert(sizeof(Lists) <= HS_LIST_BYTES, "dynamic shared memory, see cuda.py");
 static_assert(kBins % kThreads == 0, "bins of a thread");
 
-__device__ __forceinline__ i32 batch_rows(const RowArgs& a, i64 rows, i64 warps) {
-    const i32 most = min(32, max(1, 32 * kUnroll / (a.num_layers * a.row_lanes)));
+__device__ __forceinline__ i32 batch_rows(const RowArgs& a, i32 layers, i64 rows, i64 warps) {
+    const i32 most = min(32, max(1, 32 * kUnroll / (layers * a.row_lanes)));
     return (i32)min((i64)most, max((i64)1, (rows + warps - 1) / warps));
 }
 
@@ -170,7 +172,10 @@ __device__ __forceinline__ u32 sum_counts(const RowArgs& a, Lists& s, i32 first,
     return total;
 }
 
-// A few rows: one a warp, without waiting for more than the counts. Returns whether that was all.
+constexpr i32 kFewUnroll = 8;
+
+// A few rows: one a warp, and the addresses within a row are ready before the row ids arrive. The ids
+// are read before it is known whether there are so many. Returns whether that was all.
 template <Direction D>
 __device__ __forceinline__ bool copy_few(const RowArgs& a) {
     if (a.counts == nullptr || a.num_lists > 32) return false;
@@ -179,14 +184,35 @@ __device__ __forceinline__ bool copy_few(const RowArgs& a) {
     const u32 warp = threadIdx.x / 32 * gridDim.x + blockIdx.x;
     const u32 list = warp % lists;
     u32 index = warp / lists;
-    // The row ids are read before it is known whether there are so many.
+    const u32 count = thread < (i32)lists ? a.counts[thread] : 0;
     i64 host = -1, device = -1;
     if (index < a.list_stride) entry_offsets(a, list * a.list_stride + index, host, device);
-    const u32 count = thread < (i32)lists ? a.counts[thread] : 0;
-    if (warp_sum(count) > gridDim.x * kWarps) return false;
+    const i32 lanes = a.num_layers * a.row_lanes;
+    u64 at_host[kFewUnroll], at_device[kFewUnroll];
+#pragma unroll
+    for (i32 u = 0; u < kFewUnroll; ++u) {
+        const i32 q = min(u * 32 + thread, lanes - 1), layer = q / a.row_lanes;
+        const i64 in_layer = (i64)(q - layer * a.row_lanes) * 16;
+        at_host[u] = a.host[layer] + in_layer;
+        at_device[u] = a.device[layer] + in_layer;
+    }
+    if (warp_sum(count) > gridDim.x * kWarps || lanes > 32 * kFewUnroll) return false;
     const u32 mine = __shfl_sync(kFullWarp, count, list);
     while (index < mine) {
-        copy_rows<D>(a, host, device, 1);
+        uint4 data[kFewUnroll];
+        if (host < 0 || device < 0) break;
+#pragma unroll
+        for (i32 u = 0; u < kFewUnroll; ++u) {
+            if (u * 32 + thread < lanes) {
+                data[u] = load_lane(D == kToDevice ? at_host[u] + host : at_device[u] + device);
+            }
+        }
+#pragma unroll
+        for (i32 u = 0; u < kFewUnroll; ++u) {
+            if (u * 32 + thread < lanes) {
+                store_lane(D == kToDevice ? at_device[u] + device : at_host[u] + host, data[u]);
+            }
+        }
         index += step;
         if (index < mine) entry_offsets(a, list * a.list_stride + index, host, device);
     }
@@ -200,7 +226,7 @@ __device__ __forceinline__ void copy_in_order(
 ) {
     const i32 thread = threadIdx.x % 32;
     const u32 warps = gridDim.x * kWarps;
-    const u32 rows = batch_rows(a, total, warps);
+    const u32 rows = batch_rows(a, a.num_layers, total, warps);
     for (u32 base = (threadIdx.x / 32 * gridDim.x + blockIdx.x) * rows; base < total;
          base += warps * rows) {
         const u32 index = base + thread;
@@ -215,16 +241,19 @@ __device__ __forceinline__ void copy_in_order(
             const i64 entry = (i64)(first + low) * a.list_stride + (index - s.starts[low]);
             entry_offsets(a, entry, host, device);
         }
-        copy_rows<D>(a, host, device, count);
+        copy_rows<D>(a, host, device, count, 0, a.num_layers);
     }
 }
 
-// Puts the entries whose host address belongs to this thread block on its list.
-template <Direction D>
-__device__ __forceinline__ void scan_entries(const RowArgs& a, Lists& s, i32 first, i32 lists) {
+// Calls visit(entry, offset) for every entry of these lists; whole warps, `offset` negative for none.
+template <typename Visit>
+__device__ __forceinline__ void for_each_entry(
+    const RowArgs& a, const Lists& s, i32 first, i32 lists, Visit visit
+) {
     const i32 thread = threadIdx.x % 32;
     constexpr u32 kSegment = 32 * kScanUnroll;
     const u32 segments = (u32)((a.list_stride + kSegment - 1) / kSegment);
+    const i64* rows = a.host_rows + (i64)first * a.list_stride;
     for (u64 item = threadIdx.x / 32; item < (u64)segments * lists; item += kWarps) {
         const i32 list = (i32)(item / segments);
         const u32 begin = (u32)(item % segments) * kSegment;
@@ -235,38 +264,22 @@ __device__ __forceinline__ void scan_entries(const RowArgs& a, Lists& s, i32 fir
 #pragma unroll
         for (i32 u = 0; u < kScanUnroll; ++u) {
             const u32 index = begin + u * 32 + thread;
-            row[u] = index < count ? a.host_rows[(i64)first * a.list_stride + list_base + index] : -1;
+            row[u] = index < count ? rows[list_base + index] : -1;
         }
 #pragma unroll
         for (i32 u = 0; u < kScanUnroll; ++u) {
-            const u32 entry = (u32)list_base + begin + u * 32 + thread;
-            const u32 piece = row[u] < 0 ? 0 : (u32)(host_offset(a, row[u]) >> a.map_shift);
-            const bool mine = row[u] >= 0 && piece % gridDim.x == blockIdx.x;
-            const u32 mask = __ballot_sync(kFullWarp, mine);
-            if (mask == 0) continue;
-            u32 at = 0;
-            if (thread == 0) at = atomicAdd(&s.length, __popc(mask));
-            at = __shfl_sync(kFullWarp, at, 0) + __popc(mask & lanes_below());
-            if (mine && at < kListCapacity) {
-                const u32 bin = piece / gridDim.x % kBins;
-                s.entries[at] = entry;
-                s.bin_of[at] = (u16)bin;
-                atomicAdd(&s.bins[bin], 1u);
-            }
-            // The list is full (nearly all rows within one range): copy the rest at once.
-            u32 rest = __ballot_sync(kFullWarp, mine && at >= kListCapacity);
-            for (; rest; rest &= rest - 1) {
-                const u32 over = __shfl_sync(kFullWarp, entry, __ffs(rest) - 1);
-                i64 host, device;
-                entry_offsets(a, (i64)first * a.list_stride + over, host, device);
-                copy_rows<D>(a, host, device, 1);
-            }
+            visit((u32)list_base + begin + u * 32 + thread,
+                  row[u] < 0 ? -1 : host_offset(a, row[u]));
         }
     }
 }
 
-// Orders the list by bin.
-__device__ __forceinline__ void group_entries(Lists& s, u32 length) {
+__device__ __forceinline__ u32 bin_of(const RowArgs& a, i64 offset) {
+    return min((u32)(offset >> a.bin_shift), (u32)kBins - 1);
+}
+
+// Sums before each bin, in place; returns the sum of all.
+__device__ __forceinline__ u32 scan_bins(Lists& s) {
     constexpr i32 kEach = kBins / kThreads;
     const i32 warp = threadIdx.x / 32, thread = threadIdx.x % 32;
     u32 counts[kEach], sum = 0, total;
@@ -286,6 +299,76 @@ __device__ __forceinline__ void group_entries(Lists& s, u32 length) {
         at += counts[i];
     }
     __syncthreads();
+    return total;
+}
+
+// Gives each block a run of bins with about the same number of rows: bin i belongs to the block that
+// its first row falls to. Every block counts all entries, so no block waits for another.
+__device__ __forceinline__ void choose_range(
+    const RowArgs& a, Lists& s, i32 first, i32 lists, u32& low, u32& high
+) {
+    for_each_entry(a, s, first, lists, [&](u32, i64 offset) {
+        if (offset >= 0) atomicAdd(&s.bins[bin_of(a, offset)], 1u);
+    });
+    if (threadIdx.x == 0) {
+        s.low = kBins;
+        s.high = 0;
+    }
+    __syncthreads();
+    const u32 total = scan_bins(s);
+    for (u32 i = threadIdx.x; i < kBins; i += kThreads) {
+        const u32 begin = s.bins[i], end = i + 1 < kBins ? s.bins[i + 1] : total;
+        const u32 owner = (u32)((u64)begin * gridDim.x / max(total, 1u));
+        if (begin < end && owner == blockIdx.x) {
+            atomicMin(&s.low, i);
+            atomicMax(&s.high, i + 1);
+        }
+    }
+    __syncthreads();
+    low = s.low;
+    high = s.high;
+    for (i32 i = threadIdx.x; i < kBins; i += kThreads) s.bins[i] = 0;
+    __syncthreads();
+}
+
+// Puts the entries of this block's range on its list, with the finer bin of each.
+template <Direction D>
+__device__ __forceinline__ void collect_entries(
+    const RowArgs& a, Lists& s, i32 first, i32 lists, u32 low, u32 high
+) {
+    const i32 thread = threadIdx.x % 32;
+    const i64 begin = (i64)low << a.bin_shift;
+    // 2048 finer bins over the range.
+    const i32 shift = max(0, a.bin_shift - 11 + (high - low > 1 ? 32 - __clz(high - low - 1) : 0));
+    for_each_entry(a, s, first, lists, [&](u32 entry, i64 offset) {
+        const u32 coarse = offset < 0 ? kBins : bin_of(a, offset);
+        const bool mine = low <= coarse && coarse < high;
+        const u32 mask = __ballot_sync(kFullWarp, mine);
+        if (mask == 0) return;
+        u32 at = 0;
+        if (thread == 0) at = atomicAdd(&s.length, __popc(mask));
+        at = __shfl_sync(kFullWarp, at, 0) + __popc(mask & lanes_below());
+        if (mine && at < kListCapacity) {
+            const u32 fine = (u32)min((offset - begin) >> shift, (i64)kBins - 1);
+            s.entries[at] = entry;
+            s.bin_of[at] = (u16)fine;
+            atomicAdd(&s.bins[fine], 1u);
+        }
+        // The list is full (nearly all rows in few bins): copy the rest at once.
+        u32 rest = __ballot_sync(kFullWarp, mine && at >= kListCapacity);
+        for (; rest; rest &= rest - 1) {
+            const u32 over = __shfl_sync(kFullWarp, entry, __ffs(rest) - 1);
+            i64 host, device;
+            entry_offsets(a, (i64)first * a.list_stride + over, host, device);
+            copy_rows<D>(a, host, device, 1, 0, a.num_layers);
+        }
+    });
+    __syncthreads();
+}
+
+// Orders the list by bin.
+__device__ __forceinline__ void group_entries(Lists& s, u32 length) {
+    scan_bins(s);
     for (u32 i = threadIdx.x; i < length; i += kThreads) {
         s.order[atomicAdd(&s.bins[s.bin_of[i]], 1u)] = (u16)i;
     }
@@ -294,20 +377,26 @@ __device__ __forceinline__ void group_entries(Lists& s, u32 length) {
 
 template <Direction D>
 __device__ __forceinline__ void copy_by_address(const RowArgs& a, Lists& s, i32 first, i32 lists) {
-    scan_entries<D>(a, s, first, lists);
-    __syncthreads();
+    u32 low, high;
+    choose_range(a, s, first, lists, low, high);
+    if (low >= high) return;
+    collect_entries<D>(a, s, first, lists, low, high);
     const i32 thread = threadIdx.x % 32;
     const u32 length = min(s.length, (u32)kListCapacity);
     group_entries(s, length);
-    const u32 rows = batch_rows(a, length, kWarps);
-    for (u32 base = threadIdx.x / 32 * rows; base < length; base += kWarps * rows) {
-        const u32 count = min(rows, length - base);
-        i64 host = -1, device = -1;
-        if (thread < (i32)count) {
-            const u32 entry = s.entries[s.order[base + thread]];
-            entry_offsets(a, (i64)first * a.list_stride + entry, host, device);
+    // Layers that lie apart in host memory are walked through one after the other.
+    const i32 layers = a.adjacent ? a.num_layers : 1;
+    const u32 rows = batch_rows(a, layers, length, kWarps);
+    for (i32 layer = 0; layer < a.num_layers; layer += layers) {
+        for (u32 base = threadIdx.x / 32 * rows; base < length; base += kWarps * rows) {
+            const u32 count = min(rows, length - base);
+            i64 host = -1, device = -1;
+            if (thread < (i32)count) {
+                const u32 entry = s.entries[s.order[base + thread]];
+                entry_offsets(a, (i64)first * a.list_stride + entry, host, device);
+            }
+            copy_rows<D>(a, host, device, count, layer, layers);
         }
-        copy_rows<D>(a, host, device, count);
     }
 }
 
@@ -319,7 +408,7 @@ __device__ __forceinline__ void copy_lists(const RowArgs& a) {
     for (i32 first = 0; first < a.num_lists; first += kThreads) {
         const i32 lists = min(kThreads, a.num_lists - first);
         const u32 total = sum_counts(a, s, first, lists);
-        if (total >= (u32)a.map_min_rows) {
+        if (total >= (u32)a.sort_min_rows) {
             copy_by_address<D>(a, s, first, lists);
         } else {
             copy_in_order<D>(a, s, first, lists, total);

@@ -43,6 +43,9 @@ MAX_CACHED_HOT_BLOCKS: Final = 1_024
 NARROW_KEY_ROWS: Final = 2**32 - 1
 """Host rows below it have 32-bit keys; all ones marks an empty entry."""
 
+ADDRESS_BINS: Final = 2_048
+"""Pieces of the host pages that rows are sorted by first (kBins of copy.cu)."""
+
 LIST_BYTES: Final = 78 * 1024
 """Dynamic shared memory of a block that copies rows (struct Lists of copy.cu)."""
 
@@ -64,8 +67,10 @@ class CudaTuning:
         copy_unroll: 16-byte loads in flight for each thread.
         copy_blocks_per_sm: Copying blocks that must fit a multiprocessor at once.
         gather_blocks: Thread blocks that gather and stage.
-        gather_map_shift: log2 of the bytes of host memory that always belong to one thread block.
-        gather_map_min_rows: Launches with fewer rows are spread evenly instead.
+        sort_min_rows: Launches with fewer rows copy them in the order of the plan, longer ones in
+            the order of host addresses.
+        sort_max_row_bytes: Rows that are longer (all layers, where they lie side by side) are
+            copied in the order of the plan too: few enough of them keep the link busy.
         mirror_blocks: Thread blocks that copy whole blocks to the host.
         restore_blocks: Thread blocks that copy whole blocks to the device.
     """
@@ -73,11 +78,11 @@ class CudaTuning:
     resolve_threads: int | None = None
     table_factor: float = 4.0
     copy_threads: int = 512
-    copy_unroll: int = 8
+    copy_unroll: int = 4
     copy_blocks_per_sm: int = 1
-    gather_blocks: int = 132
-    gather_map_shift: int = 21
-    gather_map_min_rows: int = 4_096
+    gather_blocks: int = 33
+    sort_min_rows: int = 2_048
+    sort_max_row_bytes: int = 2_048
     mirror_blocks: int = 66
     restore_blocks: int = 66
 
@@ -98,15 +103,17 @@ class _ResolveArgs(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in (
                 "workspace_stride", "source_stride", "resident_stride", "hot_stride",
-                "positions_stride", "block_stride_rows", "num_source_blocks", "num_device_blocks",
+                "positions_stride", "block_stride_rows",
             )
         ),
         *(
             (name, ctypes.c_int32)
             for name in (
-                "source_pages", "resident_pages", "hot_blocks", "cached_hot_blocks", "block_size",
-                "block_shift", "hot_rows", "max_num_reqs", "num_requests", "num_query_rows",
-                "max_num_requests", "top_k", "max_misses", "max_lanes", "table_slots", "wide_rows",
+                "num_source_blocks", "num_device_blocks", "source_pages", "resident_pages",
+                "hot_blocks", "cached_hot_blocks", "block_size", "block_shift", "hot_rows",
+                "max_num_reqs", "num_requests", "num_query_rows", "max_num_requests", "top_k",
+                "max_misses", "max_lanes", "padded_lanes", "table_slots", "wide_rows",
+                "rows_guess", "vector_slots",
             )
         ),
     )  # fmt: skip
@@ -135,9 +142,9 @@ class _RowArgs(ctypes.Structure):
         ("row_lanes", ctypes.c_int32),
         ("block_size", ctypes.c_int32),
         ("block_shift", ctypes.c_int32),
-        ("map_shift", ctypes.c_int32),
-        ("map_min_rows", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("bin_shift", ctypes.c_int32),
+        ("sort_min_rows", ctypes.c_int32),
+        ("adjacent", ctypes.c_int32),
     )
 
 
@@ -275,8 +282,9 @@ def plan_tables(
         table_factor: Slots wanted for each row.
         budget_bytes: Dynamic shared memory of a block.
     """
-    always = _padded(hot_rows) + _padded(4 * cached_hot_blocks)
-    lanes = _padded(4 * max_lanes) + _padded(2 * max_lanes)
+    # Every warp has whole steps of 128 slots and 64 or 128 lanes: see share_of_warp.
+    always = -(-hot_rows // 4_096) * 4_096 + _padded(4 * cached_hot_blocks)
+    lanes = _padded(4 * _padded_lanes(max_lanes)) + 2 * _padded(2 * max_lanes)
     slot_bytes = key_bytes + 4
     room = (budget_bytes - always - lanes - 64) // slot_bytes // 4 * 4
     least = int(max_lanes * _MIN_TABLE_FACTOR) + 4
@@ -290,6 +298,18 @@ def plan_tables(
         shared_bytes=always,
         workspace_bytes=lanes + _padded(key_bytes * slots) + _padded(4 * slots),
     )
+
+
+def _padded_lanes(max_lanes: int) -> int:
+    return -(-max_lanes // 2_048) * 2_048
+
+
+def _rows_guess(inputs: StepInputs, plan: ResolvePlan) -> int:
+    """Query rows of each request if all have the same; the kernel checks it. 0 = no guess."""
+    if not inputs.num_requests:
+        return 0
+    rows = inputs.num_query_rows // inputs.num_requests
+    return min(rows, plan.miss_source_rows.shape[1] // inputs.top_k)
 
 
 def _padded(num_bytes: int) -> int:
@@ -317,6 +337,7 @@ class _Layers:
     device: tuple[int, ...]
     host_block_bytes: int
     host_row_bytes: int
+    host_bytes: int
     device_block_bytes: int
     row_bytes: int
     block_size: int
@@ -765,7 +786,13 @@ def _resolve_args(
         top_k=inputs.top_k,
         max_misses=plan.miss_source_rows.shape[1],
         max_lanes=plan.miss_source_rows.shape[1],
+        padded_lanes=_padded_lanes(plan.miss_source_rows.shape[1]),
         wide_rows=int(plan.physical_rows.dtype == torch.int64),
+        rows_guess=_rows_guess(inputs, plan),
+        vector_slots=int(
+            state.hot_rows % 4 == 0
+            and (state.host_rows.data_ptr() | state.last_use.data_ptr()) % 16 == 0
+        ),
     )
 
 
@@ -785,8 +812,11 @@ def _row_args(layers: _Layers, tuning: CudaTuning) -> _RowArgs:
     args = _RowArgs()
     _fill_layers(args, layers)
     args.block_shift = power_of_two_shift(layers.block_size)
-    args.map_shift = tuning.gather_map_shift
-    args.map_min_rows = tuning.gather_map_min_rows
+    args.adjacent = int(layers.adjacent)
+    args.bin_shift = max((layers.host_bytes - 1).bit_length() - ADDRESS_BINS.bit_length() + 1, 0)
+    contiguous = layers.row_bytes * (len(layers.host) if layers.adjacent else 1)
+    wide = contiguous > tuning.sort_max_row_bytes
+    args.sort_min_rows = 2**31 - 1 if wide else tuning.sort_min_rows
     return args
 
 
@@ -818,6 +848,7 @@ def _layers_of(pages: GroupPages) -> _Layers:
         device=tuple(layer.data_ptr() for layer in pages.device),
         host_block_bytes=pages.host[0].stride(0),
         host_row_bytes=pages.host[0].stride(1),
+        host_bytes=pages.host[0].shape[0] * pages.host[0].stride(0),
         device_block_bytes=device.stride(0),
         row_bytes=pages.row_bytes,
         block_size=pages.block_size,

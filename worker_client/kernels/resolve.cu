@@ -30,16 +30,18 @@ constexpr Key kEmptyKey = 0xffffffffu;
 
 constexpr i32 kThreads = HS_THREADS;
 constexpr i32 kWarps = kThreads / 32;
-constexpr i32 kSlotBatch = 4;                // hot slots a thread loads at once
-constexpr i32 kLaneBatch = 2048 / kThreads;  // top-k lanes a thread loads at once
-constexpr i32 kMaxRows = 8;                  // limits.MAX_SPECULATIVE_ROWS
-constexpr u32 kNone = 0xffffffffu;           // lane that is answered already
-constexpr u32 kHit = 0x80000000u;            // value of an entry: its hot slot is known
+constexpr i32 kLanes = 2048 / kThreads;  // consecutive lanes of one thread
+constexpr i32 kSlots = 4;                // consecutive hot slots of one thread
+constexpr i32 kMaxRows = 8;              // limits.MAX_SPECULATIVE_ROWS
+constexpr u32 kNone = 0xffffffffu;       // lane that is answered already
+constexpr u32 kFirst = 0x40000000u;      // lane at which a missing row appears first
+constexpr u32 kHit = 0x80000000u;        // value of an entry: its hot slot is known
 constexpr u32 kNoLane = 0x7fffffffu;
-// Age classes of a hot slot. Victims are taken from the highest class down.
-constexpr i32 kUsed = 0;       // holds a row of this step
-constexpr i32 kOldAge = 254;   // this age and above: ordered by last_use itself
-constexpr i32 kEmptyAge = 255; // last_use 0
+// Age classes of a hot slot, one byte each. Victims are taken from the highest class down.
+constexpr u32 kUsed = 0;       // holds a row of this step
+constexpr u32 kOldAge = 62;    // this age and above: ordered by last_use itself
+constexpr u32 kEmptyAge = 63;  // last_use 0
+constexpr u32 kClasses = 64;
 
 struct ResolveArgs {
     i64* host_rows;
@@ -65,8 +67,8 @@ struct ResolveArgs {
     i64 hot_stride;
     i64 positions_stride;
     i64 block_stride_rows;
-    i64 num_source_blocks;
-    i64 num_device_blocks;
+    i32 num_source_blocks;
+    i32 num_device_blocks;
     i32 source_pages;
     i32 resident_pages;
     i32 hot_blocks;
@@ -81,18 +83,20 @@ struct ResolveArgs {
     i32 top_k;
     i32 max_misses;
     i32 max_lanes;
+    i32 padded_lanes;  // entries of lane_entry: max_lanes rounded up for every warp
     i32 table_slots;
     i32 wide_rows;
+    i32 rows_guess;    // query rows of each request, where all have the same
+    i32 vector_slots;  // 1 where four hot slots can be loaded at once
 };
 static_assert(sizeof(ResolveArgs) == HS_SIZEOF_ARGS, "mirrored in cuda.py");
 
 struct __align__(16) Small {
-    u32 age_counts[256];
+    u32 age_counts[256];  // kClasses of them, 256 bins when old slots are told apart
     u32 warp_first[32];
-    u32 warp_misses[32];
     u32 warp_victims[32];
     u32 row_valid[kMaxRows];
-    u32 lane_counts[3];  // resident, hot, invalid
+    u32 lane_counts[4];  // resident, hot, invalid, missing
 };
 
 // Entries are written by atomics: a plain load from global memory could see an old L1 line.
@@ -102,25 +106,30 @@ template <typename T> __device__ __forceinline__ T peek(const T* p) { return __l
 template <typename T> __device__ __forceinline__ T peek(const T* p) { return *p; }
 #endif
 
-constexpr u32 kWays = 16 / sizeof(Key);  // slots of a bucket
-
-__device__ __forceinline__ u32 home_of(Key key, u32 buckets) {
-#if HS_WIDE_KEYS
-    const u32 hash = mix32((u32)key ^ (u32)(key >> 32) * 0x85ebca6bu);
-#else
-    const u32 hash = mix32(key);
-#endif
-    return __umulhi(hash, buckets);
-}
-
 struct Tables {
     Key* keys;
     u32* values;      // least lane that wants the row, or kHit | slot
     u32* lane_entry;  // entry of each lane, kNone once it is answered
     u16* victims;     // slot of each victim, ascending
-    u8* ages;         // age class of each hot slot
+    u16* missing;     // entry of each miss, in order of first appearance
+    u32* ages;        // age classes of four hot slots
     i32* hot_table;   // first `cached_hot_blocks` entries of the request's hot table
 };
+
+struct Request {
+    i32 slot;
+    i32 table_row;
+    i64 first_row;
+    i32 rows;
+    i32 lanes;
+    i32 lanes_per_warp;
+    i32 slots_per_warp;
+    const i32* hot_table;
+};
+
+__device__ __forceinline__ i32 share_of_warp(i32 count, i32 step) {
+    return ((count + kWarps - 1) / kWarps + step - 1) / step * step;
+}
 
 __device__ __forceinline__ u8* take(u8*& at, i64 bytes) {
     u8* start = at;
@@ -132,40 +141,38 @@ __device__ __forceinline__ Tables place_tables(const ResolveArgs& a, u8* shared,
     Tables t;
     u8* in_shared = shared;
 #if HS_GLOBAL_HASH
-    u8* big = a.workspace + slot * a.workspace_stride;
+    u8* big = a.workspace + max(slot, 0) * a.workspace_stride;
 #else
     u8*& big = in_shared;
     (void)slot;
 #endif
     t.keys = (Key*)take(big, (i64)a.table_slots * sizeof(Key));
     t.values = (u32*)take(big, (i64)a.table_slots * 4);
-    t.lane_entry = (u32*)take(big, (i64)a.max_lanes * 4);
+    t.lane_entry = (u32*)take(big, (i64)a.padded_lanes * 4);
     t.victims = (u16*)take(big, (i64)a.max_lanes * 2);
-    t.ages = take(in_shared, a.hot_rows);
+    t.missing = (u16*)take(big, (i64)a.max_lanes * 2);
+    t.ages = (u32*)take(in_shared, share_of_warp(a.hot_rows, 32 * kSlots) * kWarps);
     t.hot_table = (i32*)take(in_shared, (i64)a.cached_hot_blocks * 4);
     return t;
 }
 
-__device__ __forceinline__ void write_row(const ResolveArgs& a, i64 row, i32 column, i64 value) {
-    const i64 index = row * a.top_k + column;
-    if (a.wide_rows) {
-        ((i64*)a.physical_rows)[index] = value;
-    } else {
-        ((i32*)a.physical_rows)[index] = (i32)value;
-    }
-}
+// --- the table of wanted rows --------------------------------------------------------------------
 
-__device__ __forceinline__ void write_padding(const ResolveArgs& a, i64 row) {
-    for (i32 column = threadIdx.x; column < a.top_k; column += kThreads) {
-        write_row(a, row, column, -1);
-    }
-    if (threadIdx.x == 0) a.valid_counts[row] = 0;
-}
+constexpr u32 kWays = 16 / sizeof(Key);  // slots of a bucket
 
 union Bucket {
     uint4 raw;
     Key way[kWays];
 };
+
+__device__ __forceinline__ u32 home_of(Key key, u32 buckets) {
+#if HS_WIDE_KEYS
+    const u32 hash = mix32((u32)key ^ (u32)(key >> 32) * 0x85ebca6bu);
+#else
+    const u32 hash = mix32(key);
+#endif
+    return __umulhi(hash, buckets);
+}
 
 __device__ __forceinline__ Bucket load_bucket(const Tables& t, u32 bucket) {
     Bucket found;
@@ -217,264 +224,316 @@ __device__ __forceinline__ u32 find(
     }
 }
 
-struct Request {
-    i32 slot;
-    i32 table_row;
-    i64 first_row;
-    i32 rows;
-    i32 lanes;
-    i32 lanes_per_warp;
-    i32 slots_per_warp;
-    const i32* hot_table;
-};
+// --- output --------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void write_lane(
+    const ResolveArgs& a, const Request& r, i32 lane, i64 value
+) {
+    const i64 index = r.first_row * a.top_k + lane;
+    if (a.wide_rows) {
+        ((i64*)a.physical_rows)[index] = value;
+    } else {
+        ((i32*)a.physical_rows)[index] = (i32)value;
+    }
+}
+
+__device__ __forceinline__ void write_padding(const ResolveArgs& a, i64 row) {
+    Request r;
+    r.first_row = row;
+    for (i32 column = threadIdx.x; column < a.top_k; column += kThreads) {
+        write_lane(a, r, column, -1);
+    }
+    if (threadIdx.x == 0) a.valid_counts[row] = 0;
+}
 
 __device__ __forceinline__ i64 physical_of_slot(
     const ResolveArgs& a, const Tables& t, const Request& r, i32 slot
 ) {
     const i32 index = block_of(slot, a.block_size, a.block_shift);
-    const i64 block = index < a.cached_hot_blocks ? t.hot_table[index] : r.hot_table[index];
+    const i64 block = a.cached_hot_blocks ? t.hot_table[index] : r.hot_table[index];
     return block * a.block_stride_rows + (slot - index * a.block_size);
 }
 
-// Row and column of a lane of the transaction.
-__device__ __forceinline__ void lane_place(
-    const ResolveArgs& a, const Request& r, i32 lane, i64& row, i32& column
+// --- lanes ---------------------------------------------------------------------------------------
+
+struct Positions {
+    i32 of[kLanes];
+};
+
+template <i32 N> struct Vector;
+template <> struct Vector<2> { using Type = int2; };
+template <> struct Vector<4> { using Type = int4; };
+
+// Positions of the thread's lanes; -1 past the end.
+__device__ __forceinline__ Positions load_positions(
+    const ResolveArgs& a, i64 first_row, i32 rows, i32 lane, i32 end
 ) {
-    const i32 in_request = r.rows == 1 ? 0 : lane / a.top_k;
-    row = r.first_row + in_request;
-    column = lane - in_request * a.top_k;
+    Positions p;
+    const bool flat = rows == 1 || a.positions_stride == a.top_k;
+    const i32* from = a.positions + first_row * a.positions_stride + lane;
+    if (flat && lane + kLanes <= end && ((u64)from & (4 * kLanes - 1)) == 0) {
+        *(Vector<kLanes>::Type*)p.of = *(const Vector<kLanes>::Type*)from;
+        return p;
+    }
+#pragma unroll
+    for (i32 v = 0; v < kLanes; ++v) {
+        p.of[v] = -1;
+        if (lane + v < end) {
+            const i32 row = (lane + v) / a.top_k;
+            const i64 skipped = row * (a.positions_stride - a.top_k);
+            p.of[v] = flat ? from[v] : from[v + skipped];
+        }
+    }
+    return p;
 }
 
 __device__ __forceinline__ void count_valid(
-    const ResolveArgs& a, const Request& r, Small& s, i32 lane, bool valid
+    const ResolveArgs& a, const Request& r, Small& s, i32 base, const bool (&valid)[kLanes]
 ) {
-    if (r.rows == 1) {
-        const u32 mask = __ballot_sync(kFullWarp, valid);
-        if ((threadIdx.x & 31) == 0 && mask) atomicAdd(&s.row_valid[0], __popc(mask));
-    } else if (valid) {
-        atomicAdd(&s.row_valid[lane / a.top_k], 1u);
-    }
-}
-
-struct LaneBatch {
-    i32 position[kLaneBatch];
-    i32 device_block[kLaneBatch];
-    i32 host_block[kLaneBatch];
-};
-
-// Reads positions and both tables: two loads that depend on each other, for all lanes at once.
-__device__ __forceinline__ void load_lanes(
-    const ResolveArgs& a, const Request& r, i32 base, i32 end, LaneBatch& batch
-) {
-    const i32* source = a.source + r.table_row * a.source_stride;
-    const i32* resident = a.resident + r.slot * a.resident_stride;
+    const i32 lane = base + threadIdx.x % 32 * kLanes;
+    if (r.rows == 1 || a.top_k % (32 * kLanes) == 0) {
+        u32 count = 0;
 #pragma unroll
-    for (i32 u = 0; u < kLaneBatch; ++u) {
-        const i32 lane = base + u * 32 + threadIdx.x % 32;
-        batch.position[u] = -1;
-        if (lane < end) {
-            i64 row;
-            i32 column;
-            lane_place(a, r, lane, row, column);
-            batch.position[u] = a.positions[row * a.positions_stride + column];
+        for (i32 v = 0; v < kLanes; ++v) count += valid[v];
+        count = warp_sum(count);
+        if (threadIdx.x % 32 == 0 && count) {
+            atomicAdd(&s.row_valid[r.rows == 1 ? 0 : base / a.top_k], count);
         }
-    }
+    } else {
 #pragma unroll
-    for (i32 u = 0; u < kLaneBatch; ++u) {
-        const i32 page = block_of(batch.position[u], a.block_size, a.block_shift);
-        const bool wanted = batch.position[u] >= 0;
-        batch.device_block[u] = wanted && page < a.resident_pages ? resident[page] : 0;
-        batch.host_block[u] = wanted && page < a.source_pages ? source[page] : 0;
+        for (i32 v = 0; v < kLanes; ++v) {
+            if (valid[v]) atomicAdd(&s.row_valid[(lane + v) / a.top_k], 1u);
+        }
     }
 }
 
 // Answers resident lanes and enters the others into the table of wanted rows.
 __device__ __forceinline__ bool enter_lanes(
     const ResolveArgs& a, const Tables& t, const Request& r, Small& s, i32 base, i32 end,
-    bool has_hot, const LaneBatch& batch
+    bool has_hot, const Positions& positions
 ) {
-    u32 num_resident = 0, num_invalid = 0;
-    bool any = false;
+    const i32 lane = base + threadIdx.x % 32 * kLanes;
+    const i32* source = a.source + r.table_row * a.source_stride;
+    const i32* resident_blocks = a.resident + r.slot * a.resident_stride;
     const u32 buckets = a.table_slots / kWays;
-    Key keys[kLaneBatch];
-    Bucket seen[kLaneBatch];
-    bool resident[kLaneBatch], wanted[kLaneBatch];
+    i32 device_block[kLanes], host_block[kLanes], offset[kLanes];
 #pragma unroll
-    for (i32 u = 0; u < kLaneBatch; ++u) {
-        const i32 device_block = batch.device_block[u], host_block = batch.host_block[u];
-        const i32 page = block_of(batch.position[u], a.block_size, a.block_shift);
-        const i32 offset = batch.position[u] - page * a.block_size;
+    for (i32 v = 0; v < kLanes; ++v) {
+        const i32 position = positions.of[v];
+        const i32 page = block_of(position, a.block_size, a.block_shift);
+        offset[v] = position - page * a.block_size;
+        device_block[v] =
+            position >= 0 && page < a.resident_pages ? resident_blocks[page] : 0;
+        host_block[v] = position >= 0 && page < a.source_pages ? source[page] : 0;
+    }
+    Key keys[kLanes];
+    Bucket seen[kLanes];
+    bool wanted[kLanes], valid[kLanes];
+#pragma unroll
+    for (i32 v = 0; v < kLanes; ++v) {
         // A block past the end would be read or written outside the pool: the lane is invalid.
-        resident[u] = device_block > 0 && device_block < a.num_device_blocks;
-        wanted[u] =
-            !resident[u] && has_hot && host_block > 0 && host_block < a.num_source_blocks;
-        keys[u] = (Key)((i64)host_block * a.block_size + offset);
-        if (wanted[u]) seen[u] = load_bucket(t, home_of(keys[u], buckets));
+        const bool resident = (u32)(device_block[v] - 1) < (u32)(a.num_device_blocks - 1);
+        wanted[v] = !resident && has_hot &&
+                    (u32)(host_block[v] - 1) < (u32)(a.num_source_blocks - 1);
+        valid[v] = resident || wanted[v];
+        if (!resident) device_block[v] = 0;
+        keys[v] = (Key)((i64)host_block[v] * a.block_size + offset[v]);
+        if (wanted[v]) seen[v] = load_bucket(t, home_of(keys[v], buckets));
     }
+    u32 counts = 0;
+    bool any = false;
 #pragma unroll
-    for (i32 u = 0; u < kLaneBatch; ++u) {
-        const i32 lane = base + u * 32 + threadIdx.x % 32;
-        if (base + u * 32 >= end) break;
-        if (lane < end) {
-            u32 entry = kNone;
-            if (wanted[u]) {
-                entry = insert(t, buckets, keys[u], lane, home_of(keys[u], buckets), seen[u]);
-                any = true;
-            } else {
-                const i32 position = batch.position[u];
-                const i32 page = block_of(position, a.block_size, a.block_shift);
-                const i64 physical = (i64)batch.device_block[u] * a.block_stride_rows +
-                                     (position - page * a.block_size);
-                i64 row;
-                i32 column;
-                lane_place(a, r, lane, row, column);
-                write_row(a, row, column, resident[u] ? physical : -1);
-                num_resident += resident[u];
-                num_invalid += position >= 0 && !resident[u];
-            }
-            t.lane_entry[lane] = entry;
+    for (i32 v = 0; v < kLanes; ++v) {
+        u32 entry = kNone;
+        if (wanted[v]) {
+            entry = insert(t, buckets, keys[v], lane + v, home_of(keys[v], buckets), seen[v]);
+            any = true;
+        } else if (lane + v < end) {
+            const i64 physical = (i64)device_block[v] * a.block_stride_rows + offset[v];
+            write_lane(a, r, lane + v, valid[v] ? physical : -1);
+            counts += valid[v] ? 1 : positions.of[v] >= 0 ? 1 << 16 : 0;
         }
-        count_valid(a, r, s, lane, resident[u] || wanted[u]);
+        t.lane_entry[lane + v] = entry;
     }
-    num_resident = warp_sum(num_resident);
-    num_invalid = warp_sum(num_invalid);
-    if (threadIdx.x % 32 == 0) {
-        if (num_resident) atomicAdd(&s.lane_counts[0], num_resident);
-        if (num_invalid) atomicAdd(&s.lane_counts[2], num_invalid);
+    count_valid(a, r, s, base, valid);
+    counts = warp_sum(counts);
+    if (threadIdx.x % 32 == 0 && counts) {
+        atomicAdd(&s.lane_counts[0], counts & 0xffff);
+        atomicAdd(&s.lane_counts[2], counts >> 16);
     }
     return any;
 }
 
+// --- hot slots -----------------------------------------------------------------------------------
+
 struct SlotBatch {
-    i64 host_row[kSlotBatch];
-    i32 last_use[kSlotBatch];
+    i64 host_row[kSlots];
+    i32 last_use[kSlots];
 };
 
-__device__ __forceinline__ void load_slots(
-    const ResolveArgs& a, const Request& r, i32 base, i32 end, SlotBatch& batch
+__device__ __forceinline__ SlotBatch load_slots(
+    const ResolveArgs& a, const Request& r, i32 slot, i32 end
 ) {
-    const i64 first = (i64)r.slot * a.hot_rows;
-#pragma unroll
-    for (i32 u = 0; u < kSlotBatch; ++u) {
-        const i32 slot = base + u * 32 + threadIdx.x % 32;
-        batch.host_row[u] = -1;
-        batch.last_use[u] = 0;
-        if (slot < end) {
-            batch.host_row[u] = a.host_rows[first + slot];
-            batch.last_use[u] = a.last_use[first + slot];
-        }
+    SlotBatch batch;
+    const i64 at = (i64)r.slot * a.hot_rows + slot;
+    if (a.vector_slots && slot < end) {
+        *(longlong2*)&batch.host_row[0] = *(const longlong2*)(a.host_rows + at);
+        *(longlong2*)&batch.host_row[2] = *(const longlong2*)(a.host_rows + at + 2);
+        *(int4*)batch.last_use = *(const int4*)(a.last_use + at);
+        return batch;
     }
+#pragma unroll
+    for (i32 v = 0; v < kSlots; ++v) {
+        batch.host_row[v] = slot + v < end ? a.host_rows[at + v] : -1;
+        batch.last_use[v] = slot + v < end ? a.last_use[at + v] : 0;
+    }
+    return batch;
 }
 
 // Marks the slots that hold wanted rows; the others get their age class.
 __device__ __forceinline__ void match_slots(
-    const ResolveArgs& a, const Tables& t, const Request& r, i32 clock, i32 base, i32 end,
+    const ResolveArgs& a, const Tables& t, const Request& r, i32 clock, i32 slot, i32 end,
     const SlotBatch& batch
 ) {
-    const i64 first = (i64)r.slot * a.hot_rows;
     const u32 buckets = a.table_slots / kWays;
     // The searches of a thread overlap: all first buckets are loaded before any is looked at.
-    Bucket seen[kSlotBatch];
+    Bucket seen[kSlots];
+    u32 home[kSlots];
 #pragma unroll
-    for (i32 u = 0; u < kSlotBatch; ++u) {
-        seen[u] = load_bucket(t, home_of((Key)batch.host_row[u], buckets));
+    for (i32 v = 0; v < kSlots; ++v) {
+        home[v] = home_of((Key)batch.host_row[v], buckets);
+        seen[v] = load_bucket(t, home[v]);
     }
+    i32* last_use = a.last_use + (i64)r.slot * a.hot_rows;
+    u32 ages = 0;
 #pragma unroll
-    for (i32 u = 0; u < kSlotBatch; ++u) {
-        const i32 slot = base + u * 32 + threadIdx.x % 32;
-        if (slot >= end) break;
-        const i64 host_row = batch.host_row[u];
+    for (i32 v = 0; v < kSlots; ++v) {
+        const i64 host_row = batch.host_row[v];
         const bool in_range = host_row >= 0 && (u64)host_row < (u64)kEmptyKey;
-        const Key key = (Key)host_row;
-        const u32 entry =
-            in_range ? find(t, buckets, key, home_of(key, buckets), seen[u]) : kNone;
+        const u32 entry = in_range ? find(t, buckets, (Key)host_row, home[v], seen[v]) : kNone;
+        const u32 age = min((u32)clock - (u32)batch.last_use[v], kOldAge);
+        u32 age_class = batch.last_use[v] == 0 ? kEmptyAge : age;
         if (entry != kNone) {
-            t.values[entry] = kHit | (u32)slot;
-            a.last_use[first + slot] = clock;
-            t.ages[slot] = kUsed;
-        } else {
-            const u32 age = (u32)clock - (u32)batch.last_use[u];
-            t.ages[slot] = batch.last_use[u] == 0 ? kEmptyAge : min(age, (u32)kOldAge);
+            t.values[entry] = kHit | (u32)(slot + v);
+            last_use[slot + v] = clock;
+            age_class = kUsed;
         }
+        if (slot + v >= end) age_class = kUsed;  // no slot
+        ages |= age_class << (8 * v);
     }
+    t.ages[slot / kSlots] = ages;
 }
 
-// Answers lanes whose row is hot; counts this warp's misses and first appearances of a missing row.
+// Answers lanes whose row is hot; marks and counts the first appearances of a missing row.
 __device__ __forceinline__ void answer_hits(
-    const ResolveArgs& a, const Tables& t, const Request& r, Small& s
+    const ResolveArgs& a, const Tables& t, const Request& r, Small& s, i32 begin, i32 end
 ) {
-    const i32 warp = threadIdx.x / 32, thread = threadIdx.x % 32;
-    const i32 begin = warp * r.lanes_per_warp;
-    const i32 end = min(begin + r.lanes_per_warp, r.lanes);
-    u32 hits = 0, misses = 0, firsts = 0;
-    for (i32 lane = begin + thread; lane < end; lane += 32) {
-        const u32 entry = t.lane_entry[lane];
-        if (entry == kNone) continue;
-        const u32 value = peek(&t.values[entry]);
-        if (value & kHit) {
-            i64 row;
-            i32 column;
-            lane_place(a, r, lane, row, column);
-            write_row(a, row, column, physical_of_slot(a, t, r, value & ~kHit));
-            t.lane_entry[lane] = kNone;
-            ++hits;
-        } else {
-            ++misses;
-            firsts += value == (u32)lane;
+    u32 counts = 0, firsts = 0;
+    for (i32 base = begin; base < end; base += 32 * kLanes) {
+        const i32 lane = base + threadIdx.x % 32 * kLanes;
+#pragma unroll
+        for (i32 v = 0; v < kLanes; ++v) {
+            const u32 entry = t.lane_entry[lane + v];
+            if (entry == kNone) continue;
+            const u32 value = peek(&t.values[entry]);
+            if (value & kHit) {
+                write_lane(a, r, lane + v, physical_of_slot(a, t, r, value & ~kHit));
+                t.lane_entry[lane + v] = kNone;
+                counts += 1;
+            } else {
+                counts += 1 << 16;
+                if (value == (u32)(lane + v)) {
+                    t.lane_entry[lane + v] = entry | kFirst;
+                    ++firsts;
+                }
+            }
         }
     }
-    hits = warp_sum(hits);
-    misses = warp_sum(misses);
+    counts = warp_sum(counts);
     firsts = warp_sum(firsts);
-    if (thread == 0) {
-        s.warp_first[warp] = firsts;
-        s.warp_misses[warp] = misses;
-        if (hits) atomicAdd(&s.lane_counts[1], hits);
+    if (threadIdx.x % 32 == 0) {
+        s.warp_first[threadIdx.x / 32] = firsts;
+        if (counts & 0xffff) atomicAdd(&s.lane_counts[1], counts & 0xffff);
+        if (counts >> 16) atomicAdd(&s.lane_counts[3], counts >> 16);
     }
 }
 
+// Lists the misses in order of first appearance; `rank` is the number in the warps before.
+__device__ __forceinline__ void list_misses(const Tables& t, i32 begin, i32 end, u32 rank) {
+    for (i32 base = begin; base < end; base += 32 * kLanes) {
+        const i32 lane = base + threadIdx.x % 32 * kLanes;
+        u32 entries[kLanes], count = 0, total;
+#pragma unroll
+        for (i32 v = 0; v < kLanes; ++v) {
+            entries[v] = t.lane_entry[lane + v];
+            if (entries[v] == kNone) entries[v] = 0;
+            count += (entries[v] & kFirst) != 0;
+        }
+        if (!__any_sync(kFullWarp, count)) continue;
+        u32 index = rank + warp_exclusive_scan(count, total);
+#pragma unroll
+        for (i32 v = 0; v < kLanes; ++v) {
+            if (entries[v] & kFirst) t.missing[index++] = (u16)(entries[v] & ~kFirst);
+        }
+        rank += total;
+    }
+}
+
+// --- victims -------------------------------------------------------------------------------------
+
+// Histogram of age classes. Thread i of a warp counts classes i and i + 32 from ballots of the bits:
+// no two threads meet at an address, and a class that all slots share costs nothing more.
 __device__ __forceinline__ void count_ages(const Tables& t, Small& s, i32 begin, i32 end) {
-    for (i32 base = begin; base < end; base += 32) {
-        const i32 slot = base + threadIdx.x % 32;
-        const u32 age = slot < end ? t.ages[slot] : kUsed;
-        // Few classes occur at once: one atomic for each, not 32 on the same address.
-        const u32 peers = __match_any_sync(kFullWarp, age);
-        if (age != kUsed && (peers & lanes_below()) == 0) {
-            atomicAdd(&s.age_counts[age], __popc(peers));
+    const u32 thread = threadIdx.x % 32;
+    u32 low = 0, high = 0;
+    for (i32 base = begin; base < end; base += 32 * kSlots) {
+        const u32 ages = t.ages[base / kSlots + thread];
+#pragma unroll
+        for (u32 v = 0; v < kSlots; ++v) {
+            const u32 age = ages >> (8 * v);
+            u32 same = kFullWarp;
+#pragma unroll
+            for (u32 bit = 0; bit < 5; ++bit) {
+                const u32 votes = __ballot_sync(kFullWarp, age >> bit & 1);
+                same &= thread >> bit & 1 ? votes : ~votes;
+            }
+            const u32 upper = __ballot_sync(kFullWarp, age & 32);
+            low += __popc(same & ~upper);
+            high += __popc(same & upper);
         }
     }
+    if (low && thread != kUsed) atomicAdd(&s.age_counts[thread], low);
+    if (high) atomicAdd(&s.age_counts[32 + thread], high);
 }
 
 struct Cut {
-    i32 age;       // classes above are victims whole
+    u32 age;       // classes above are victims whole
     i32 last_use;  // in class kOldAge: slots used before are victims, those used then are tied
     u32 take;      // victims among the tied, by slot number
 };
 
-// Finds the highest bin at which `wanted` slots are reached, going down from bin 255.
-__device__ __forceinline__ i32 find_bin(const u32* counts, u32 wanted, u32& take, u32& in_bin) {
-    const i32 thread = threadIdx.x % 32;
-    // Two 16-byte loads: single words at this stride would meet in four banks.
-    const uint4 high = ((const uint4*)counts)[63 - 2 * thread];
-    const uint4 low = ((const uint4*)counts)[62 - 2 * thread];
-    const u32 bins[8] = {high.w, high.z, high.y, high.x, low.w, low.z, low.y, low.x};
-    u32 sum = 0, total;
+// Finds the highest of N bins at which `wanted` slots are reached, going down from the last.
+template <i32 N>
+__device__ __forceinline__ u32 find_bin(const u32* counts, u32 wanted, u32& take, u32& in_bin) {
+    constexpr i32 kEach = N / 32;
+    const i32 top = N - 1 - threadIdx.x % 32 * kEach;
+    u32 bins[kEach], sum = 0, total;
 #pragma unroll
-    for (i32 i = 0; i < 8; ++i) sum += bins[i];
+    for (i32 i = 0; i < kEach; ++i) {
+        bins[i] = counts[top - i];
+        sum += bins[i];
+    }
     u32 before = warp_exclusive_scan(sum, total);
     const bool here = before < wanted && wanted <= before + sum;
-    i32 bin = 0;
-    u32 left = 0, size = 0;
-    if (here) {
+    u32 bin = 0, left = 0, size = 0;
 #pragma unroll
-        for (i32 i = 0; i < 8; ++i) {
-            if (size == 0 && before + bins[i] >= wanted) {
-                bin = 255 - thread * 8 - i;
-                left = wanted - before;
-                size = bins[i];
-            }
-            before += bins[i];
+    for (i32 i = 0; i < kEach; ++i) {
+        if (here && size == 0 && before + bins[i] >= wanted) {
+            bin = top - i;
+            left = wanted - before;
+            size = bins[i];
         }
+        before += bins[i];
     }
     const i32 owner = __ffs(__ballot_sync(kFullWarp, here)) - 1;
     take = __shfl_sync(kFullWarp, left, owner);
@@ -482,162 +541,159 @@ __device__ __forceinline__ i32 find_bin(const u32* counts, u32 wanted, u32& take
     return __shfl_sync(kFullWarp, bin, owner);
 }
 
-// Exact order among slots not used for 254 steps: four passes of a radix selection by last_use.
-// Returns the last_use of the tied in the low half, how many of them to take in the high half. Rare:
-// not inlined, so that its registers do not count.
+// Exact order among old slots: four passes of a radix selection by last_use. Returns the last_use of
+// the tied in the low half, how many of them to take in the high half. Not inlined, so that its
+// registers do not count.
 __device__ __noinline__ u64 refine_old(
-    const i32* last_use, const u8* ages, u32* age_counts, i32 begin, i32 end, u32 wanted
+    const i32* last_use, const u32* ages, u32* counts, i32 begin, i32 end, u32 wanted
 ) {
     u32 prefix = 0, mask = 0;
     for (i32 shift = 24; shift >= 0; shift -= 8) {
         __syncthreads();
-        for (i32 i = threadIdx.x; i < 256; i += kThreads) age_counts[i] = 0;
+        for (i32 i = threadIdx.x; i < 256; i += kThreads) counts[i] = 0;
         __syncthreads();
-        for (i32 slot = begin + threadIdx.x % 32; slot < end; slot += 32) {
-            if (ages[slot] != kOldAge) continue;
-            const u32 value = last_use[slot];
-            // The least last_use goes first: the highest bin.
-            if ((value & mask) == prefix) {
-                atomicAdd(&age_counts[255 - (value >> shift & 255)], 1u);
+        for (i32 slot = begin + threadIdx.x % 32 * kSlots; slot < end; slot += 32 * kSlots) {
+            for (i32 v = 0; v < kSlots; ++v) {
+                if ((ages[slot / kSlots] >> (8 * v) & 255) != kOldAge) continue;
+                const u32 value = last_use[slot + v];
+                // The least last_use goes first: the highest bin.
+                if ((value & mask) == prefix) atomicAdd(&counts[255 - (value >> shift & 255)], 1u);
             }
         }
         __syncthreads();
         u32 take, in_bin;
-        const i32 bin = find_bin(age_counts, wanted, take, in_bin);
+        const u32 bin = find_bin<256>(counts, wanted, take, in_bin);
         wanted = take;
-        prefix |= (u32)(255 - bin) << shift;
+        prefix |= (255 - bin) << shift;
         mask |= 255u << shift;
     }
     return (u64)wanted << 32 | prefix;
 }
 
-__device__ __forceinline__ void classify(
-    const ResolveArgs& a, const Tables& t, const Request& r, const Cut& cut, i32 slot, i32 end,
-    u32& sure, u32& tied
+// Bit v of the low half: slot v is a victim; of the high half: it is tied.
+__device__ __forceinline__ u32 classify(
+    const i32* last_use, const Tables& t, const Cut& cut, i32 slot
 ) {
-    const i32 age = slot < end ? t.ages[slot] : kUsed;
-    bool is_sure = age > cut.age, is_tied = age == cut.age && age != kUsed;
-    if (cut.last_use >= 0 && is_tied) {
-        const i32 last_use = a.last_use[(i64)r.slot * a.hot_rows + slot];
-        is_sure = last_use < cut.last_use;
-        is_tied = last_use == cut.last_use;
+    const u32 ages = t.ages[slot / kSlots];
+    u32 result = 0;
+#pragma unroll
+    for (i32 v = 0; v < kSlots; ++v) {
+        const u32 age = ages >> (8 * v) & 255;
+        bool sure = age > cut.age, tied = age == cut.age;
+        if (cut.last_use >= 0 && tied) {
+            sure = last_use[slot + v] < cut.last_use;
+            tied = last_use[slot + v] == cut.last_use;
+        }
+        result |= (sure ? 1u << v : 0) | (tied ? 1u << (16 + v) : 0);
     }
-    sure = __ballot_sync(kFullWarp, is_sure);
-    tied = __ballot_sync(kFullWarp, is_tied);
+    return result;
+}
+
+__device__ __forceinline__ u32 count_classified(u32 flags) {
+    return __popc(flags & 0xffff) | __popc(flags >> 16) << 16;
 }
 
 // Lists the victims by slot number.
 __device__ __forceinline__ void choose_victims(
-    const ResolveArgs& a, const Tables& t, const Request& r, Small& s, i32 clock, u32 num_misses
+    const ResolveArgs& a, const Tables& t, const Request& r, Small& s, i32 clock, u32 num_misses,
+    i32 begin, i32 end
 ) {
     const i32 warp = threadIdx.x / 32, thread = threadIdx.x % 32;
-    const i32 begin = warp * r.slots_per_warp;
-    const i32 end = min(begin + r.slots_per_warp, a.hot_rows);
-    count_ages(t, s, begin, end);
-    __syncthreads();
-    HS_STAMP(6);
+    i32* last_use = a.last_use + (i64)r.slot * a.hot_rows;
     Cut cut;
     u32 in_bin;
-    cut.age = find_bin(s.age_counts, num_misses, cut.take, in_bin);
+    cut.age = find_bin<kClasses>(s.age_counts, num_misses, cut.take, in_bin);
     cut.last_use = -1;
     if (cut.age == kOldAge && cut.take < in_bin) {
-        const u64 refined = refine_old(
-            a.last_use + (i64)r.slot * a.hot_rows, t.ages, s.age_counts, begin, end, cut.take);
+        const u64 refined = refine_old(last_use, t.ages, s.age_counts, begin, end, cut.take);
         cut.last_use = (i32)(u32)refined;
         cut.take = (u32)(refined >> 32);
     }
-    u32 num_sure = 0, num_tied = 0, sure, tied;
-    for (i32 base = begin; base < end; base += 32) {
-        classify(a, t, r, cut, base + thread, end, sure, tied);
-        num_sure += __popc(sure);
-        num_tied += __popc(tied);
+    u32 count = 0, total;
+    for (i32 base = begin; base < end; base += 32 * kSlots) {
+        count += count_classified(classify(last_use, t, cut, base + thread * kSlots));
     }
-    if (thread == 0) s.warp_victims[warp] = num_sure | num_tied << 16;
+    count = warp_sum(count);
+    if (thread == 0) s.warp_victims[warp] = count;
     HS_STAMP(7);
     __syncthreads();
     HS_STAMP(8);
-    u32 total;
     const u32 packed = thread < kWarps ? s.warp_victims[thread] : 0;
-    const u32 before = __shfl_sync(kFullWarp, warp_exclusive_scan(packed, total), warp);
-    u32 sure_before = before & 0xffff, tied_before = before >> 16;
-    for (i32 base = begin; base < end; base += 32) {
-        const i32 slot = base + thread;
-        classify(a, t, r, cut, slot, end, sure, tied);
-        const u32 my_sure = sure_before + __popc(sure & lanes_below());
-        const u32 my_tied = tied_before + __popc(tied & lanes_below());
-        const bool victim = (sure >> thread & 1) || ((tied >> thread & 1) && my_tied < cut.take);
-        if (victim) {
-            t.victims[my_sure + min(my_tied, cut.take)] = (u16)slot;
-            a.last_use[(i64)r.slot * a.hot_rows + slot] = clock;
+    u32 before = __shfl_sync(kFullWarp, warp_exclusive_scan(packed, total), warp);
+    for (i32 base = begin; base < end; base += 32 * kSlots) {
+        const i32 slot = base + thread * kSlots;
+        const u32 flags = classify(last_use, t, cut, slot);
+        const u32 mine = before + warp_exclusive_scan(count_classified(flags), total);
+        u32 sure = mine & 0xffff, tied = mine >> 16;
+#pragma unroll
+        for (i32 v = 0; v < kSlots; ++v) {
+            const bool is_sure = flags >> v & 1, is_tied = flags >> (16 + v) & 1;
+            if (is_sure || (is_tied && tied < cut.take)) {
+                t.victims[sure + min(tied, cut.take)] = (u16)(slot + v);
+                last_use[slot + v] = clock;
+            }
+            sure += is_sure;
+            tied += is_tied;
         }
-        sure_before += __popc(sure);
-        tied_before += __popc(tied);
+        before += total;
     }
 }
 
 // Miss i, in order of first appearance, takes victim i.
 __device__ __forceinline__ void plan_misses(
-    const ResolveArgs& a, const Tables& t, const Request& r, u32 rank
+    const ResolveArgs& a, const Tables& t, const Request& r, u32 num_misses
 ) {
-    const i32 warp = threadIdx.x / 32, thread = threadIdx.x % 32;
-    const i32 begin = warp * r.lanes_per_warp;
-    const i32 end = min(begin + r.lanes_per_warp, r.lanes);
     const i64 list = (i64)blockIdx.x * a.max_misses;
-    for (i32 base = begin; base < end; base += 32) {
-        const i32 lane = base + thread;
-        const u32 entry = lane < end ? t.lane_entry[lane] : kNone;
-        const bool first = entry != kNone && peek(&t.values[entry]) == (u32)lane;
-        const u32 mask = __ballot_sync(kFullWarp, first);
-        if (first) {
-            const u32 index = rank + __popc(mask & lanes_below());
-            const i32 slot = peek(&t.victims[index]);
-            const i64 host_row = (i64)peek(&t.keys[entry]);
-            const i64 physical = physical_of_slot(a, t, r, slot);
-            i64 row;
-            i32 column;
-            lane_place(a, r, lane, row, column);
-            write_row(a, row, column, physical);
-            a.miss_source_rows[list + index] = host_row;
-            a.miss_device_rows[list + index] = physical;
-            a.host_rows[(i64)r.slot * a.hot_rows + slot] = host_row;
-            t.values[entry] = kHit | (u32)slot;
-            t.lane_entry[lane] = kNone;
-        }
-        rank += __popc(mask);
+    for (u32 index = threadIdx.x; index < num_misses; index += kThreads) {
+        const u32 entry = peek(&t.missing[index]);
+        const i32 slot = peek(&t.victims[index]);
+        const i32 lane = peek(&t.values[entry]);
+        const i64 host_row = (i64)peek(&t.keys[entry]);
+        const i64 physical = physical_of_slot(a, t, r, slot);
+        a.miss_source_rows[list + index] = host_row;
+        a.miss_device_rows[list + index] = physical;
+        a.host_rows[(i64)r.slot * a.hot_rows + slot] = host_row;
+        write_lane(a, r, lane, physical);
+        t.values[entry] = kHit | (u32)slot;
     }
 }
 
 __device__ __forceinline__ void answer_duplicates(
-    const ResolveArgs& a, const Tables& t, const Request& r
+    const ResolveArgs& a, const Tables& t, const Request& r, i32 begin, i32 end
 ) {
-    const i32 begin = threadIdx.x / 32 * r.lanes_per_warp;
-    const i32 end = min(begin + r.lanes_per_warp, r.lanes);
-    for (i32 lane = begin + threadIdx.x % 32; lane < end; lane += 32) {
-        const u32 entry = t.lane_entry[lane];
-        if (entry == kNone) continue;
-        i64 row;
-        i32 column;
-        lane_place(a, r, lane, row, column);
-        write_row(a, row, column, physical_of_slot(a, t, r, peek(&t.values[entry]) & ~kHit));
+    for (i32 base = begin; base < end; base += 32 * kLanes) {
+        const i32 lane = base + threadIdx.x % 32 * kLanes;
+#pragma unroll
+        for (i32 v = 0; v < kLanes; ++v) {
+            const u32 entry = t.lane_entry[lane + v];
+            if (entry == kNone || (entry & kFirst)) continue;
+            write_lane(a, r, lane + v, physical_of_slot(a, t, r, peek(&t.values[entry]) & ~kHit));
+        }
     }
 }
 
+// --- one request ---------------------------------------------------------------------------------
+
 __device__ __forceinline__ void finish(
-    const ResolveArgs& a, const Request& r, const Small& s, i32 clock, u32 miss_lanes,
-    u32 miss_rows
+    const ResolveArgs& a, const Request& r, const Small& s, i32 clock, u32 miss_rows
 ) {
     if (threadIdx.x < r.rows) {
         a.valid_counts[r.first_row + threadIdx.x] = s.row_valid[threadIdx.x];
     }
-    if (threadIdx.x != 0) return;
-    a.clock[r.slot] = clock;
-    a.miss_counts[blockIdx.x] = miss_rows;
-    const u32 values[] = {
-        s.lane_counts[0], s.lane_counts[1], miss_lanes, miss_rows, s.lane_counts[2], 1u};
-#pragma unroll
-    for (i32 i = 0; i < 6; ++i) {
-        if (values[i]) atomicAdd(&a.counters[i], (u64)values[i]);
+    if (threadIdx.x == 0) {
+        a.clock[r.slot] = clock;
+        a.miss_counts[blockIdx.x] = miss_rows;
     }
+    // By another warp: thread 0 has enough to do.
+    const i32 counter = (i32)threadIdx.x - 32;
+    if (counter < 0 || counter >= kInvalidatedRows) return;
+    u32 value = 1;  // transactions
+    if (counter == kResidentLanes) value = s.lane_counts[0];
+    if (counter == kHotLanes) value = s.lane_counts[1];
+    if (counter == kInvalidLanes) value = s.lane_counts[2];
+    if (counter == kMissLanes) value = s.lane_counts[3];
+    if (counter == kMissRows) value = miss_rows;
+    if (value) atomicAdd(&a.counters[counter], (u64)value);
 }
 
 // Rows of no request, requests of no step: -1 and 0 on every launch, so that a replay has no leftovers.
@@ -662,102 +718,122 @@ __device__ __forceinline__ void clear_shared(const ResolveArgs& a, const Tables&
     for (i32 i = threadIdx.x; i < a.table_slots / 4; i += kThreads) {
         ((uint4*)t.values)[i] = no_lane;
     }
-    for (i32 i = threadIdx.x; i < 256; i += kThreads) s.age_counts[i] = 0;
+    if (threadIdx.x < kClasses) s.age_counts[threadIdx.x] = 0;
     if (threadIdx.x < kMaxRows) s.row_valid[threadIdx.x] = 0;
-    if (threadIdx.x < 3) s.lane_counts[threadIdx.x] = 0;
+    if (threadIdx.x < 4) s.lane_counts[threadIdx.x] = 0;
 }
 
-// Everything about a step whose wanted rows are in the table: hits, victims, plan.
-__device__ __forceinline__ void resolve_wanted(
-    const ResolveArgs& a, const Tables& t, const Request& r, Small& s, i32 clock, u32& num_misses,
-    u32& miss_lanes
+// Everything about a step whose wanted rows are in the table. Returns the misses.
+__device__ __forceinline__ u32 resolve_wanted(
+    const ResolveArgs& a, const Tables& t, const Request& r, Small& s, i32 clock, i32 lane_begin,
+    i32 lane_end, i32 slot_begin, i32 slot_end
 ) {
     const i32 warp = threadIdx.x / 32, thread = threadIdx.x % 32;
-    answer_hits(a, t, r, s);
+    answer_hits(a, t, r, s, lane_begin, lane_end);
     __syncthreads();
     HS_STAMP(5);
+    u32 num_misses;
     const u32 firsts = thread < kWarps ? s.warp_first[thread] : 0;
     const u32 rank = __shfl_sync(kFullWarp, warp_exclusive_scan(firsts, num_misses), warp);
-    miss_lanes = warp_sum(thread < kWarps ? s.warp_misses[thread] : 0);
-    if (num_misses == 0) return;
-    choose_victims(a, t, r, s, clock, num_misses);
+    if (num_misses == 0) return 0;
+    list_misses(t, lane_begin, lane_end, rank);
+    count_ages(t, s, slot_begin, slot_end);
+    __syncthreads();
+    HS_STAMP(6);
+    choose_victims(a, t, r, s, clock, num_misses, slot_begin, slot_end);
     __syncthreads();
     HS_STAMP(9);
-    plan_misses(a, t, r, rank);
+    plan_misses(a, t, r, num_misses);
     HS_STAMP(10);
-    if (miss_lanes > num_misses) {
+    if (s.lane_counts[3] > num_misses) {
         __syncthreads();
-        answer_duplicates(a, t, r);
+        answer_duplicates(a, t, r, lane_begin, lane_end);
     }
-}
-
-__device__ __forceinline__ bool load_request(const ResolveArgs& a, Request& r) {
-    r.slot = a.request_slots[blockIdx.x];
-    r.table_row = a.table_rows[blockIdx.x];
-    r.first_row = a.query_starts[blockIdx.x];
-    r.rows = a.query_starts[blockIdx.x + 1] - (i32)r.first_row;
-    r.lanes = r.rows * a.top_k;
-    r.lanes_per_warp = ((r.lanes + kWarps - 1) / kWarps + 31) / 32 * 32;
-    r.slots_per_warp = ((a.hot_rows + kWarps - 1) / kWarps + 31) / 32 * 32;
-    r.hot_table = a.hot + r.table_row * a.hot_stride;
-    return r.slot >= 0 && r.slot < a.max_num_reqs && r.rows > 0 && r.rows <= kMaxRows &&
-           r.lanes <= a.max_lanes;
+    return num_misses;
 }
 
 __device__ __forceinline__ void resolve_request(
-    const ResolveArgs& a, const Request& r, u8* shared, Small& s
+    const ResolveArgs& a, const Request& r, const Tables& t, Small& s, Positions positions
 ) {
-    const i32 warp = threadIdx.x / 32;
-    const Tables t = place_tables(a, shared, r.slot);
-    // In flight while the table is cleared: the first batch of hot slots and of lanes.
+    const i32 warp = threadIdx.x / 32, thread = threadIdx.x % 32;
     const i32 slot_begin = warp * r.slots_per_warp;
     const i32 slot_end = min(slot_begin + r.slots_per_warp, a.hot_rows);
     const i32 lane_begin = warp * r.lanes_per_warp;
     const i32 lane_end = min(lane_begin + r.lanes_per_warp, r.lanes);
-    SlotBatch slots;
-    LaneBatch lanes;
-    load_slots(a, r, slot_begin, slot_end, slots);
-    load_lanes(a, r, lane_begin, lane_end, lanes);
+    // In flight while the lanes are translated.
+    SlotBatch slots = load_slots(a, r, slot_begin + thread * kSlots, slot_end);
     const i32 clock = a.clock[r.slot] + 1;
     const bool has_hot = r.hot_table[0] > 0;
     for (i32 i = threadIdx.x; i < a.cached_hot_blocks; i += kThreads) {
         t.hot_table[i] = r.hot_table[i];
     }
-    HS_STAMP(1);
-    clear_shared(a, t, s);
     __syncthreads();
     HS_STAMP(2);
-    bool any = enter_lanes(a, t, r, s, lane_begin, lane_end, has_hot, lanes);
-    for (i32 base = lane_begin + 32 * kLaneBatch; base < lane_end; base += 32 * kLaneBatch) {
-        load_lanes(a, r, base, lane_end, lanes);
-        any |= enter_lanes(a, t, r, s, base, lane_end, has_hot, lanes);
+    bool any = false;
+    for (i32 base = lane_begin; base < lane_end; base += 32 * kLanes) {
+        const i32 lane = base + thread * kLanes;
+        if (base > lane_begin) {
+            positions = load_positions(a, r.first_row, r.rows, lane, lane_end);
+        }
+        any |= enter_lanes(a, t, r, s, base, lane_end, has_hot, positions);
     }
-    u32 num_misses = 0, miss_lanes = 0;
+    u32 num_misses = 0;
     const bool none = !__syncthreads_or(any);
     HS_STAMP(3);
     if (!none) {
-        match_slots(a, t, r, clock, slot_begin, slot_end, slots);
-        for (i32 base = slot_begin + 32 * kSlotBatch; base < slot_end; base += 32 * kSlotBatch) {
-            load_slots(a, r, base, slot_end, slots);
-            match_slots(a, t, r, clock, base, slot_end, slots);
+        for (i32 base = slot_begin; base < slot_end; base += 32 * kSlots) {
+            const i32 slot = base + thread * kSlots;
+            if (base > slot_begin) slots = load_slots(a, r, slot, slot_end);
+            match_slots(a, t, r, clock, slot, slot_end, slots);
         }
         __syncthreads();
         HS_STAMP(4);
-        resolve_wanted(a, t, r, s, clock, num_misses, miss_lanes);
+        num_misses =
+            resolve_wanted(a, t, r, s, clock, lane_begin, lane_end, slot_begin, slot_end);
     }
-    finish(a, r, s, clock, miss_lanes, num_misses);
+    finish(a, r, s, clock, num_misses);
 }
 
 extern "C" __global__ void __launch_bounds__(HS_THREADS, HS_BLOCKS_PER_SM)
 hs_resolve(const __grid_constant__ ResolveArgs a) {
     extern __shared__ __align__(16) u8 shared[];
     __shared__ Small s;
-    const i64 used_rows = a.query_starts[a.num_requests];
     HS_STAMP(0);
+    const i64 used_rows = a.query_starts[a.num_requests];
     if ((i32)blockIdx.x < a.num_requests) {
         Request r;
-        if (load_request(a, r)) {
-            resolve_request(a, r, shared, s);
+        r.slot = a.request_slots[blockIdx.x];
+        r.table_row = a.table_rows[blockIdx.x];
+        r.first_row = a.query_starts[blockIdx.x];
+        r.rows = a.query_starts[blockIdx.x + 1] - (i32)r.first_row;
+        // The positions are read where they lie if all requests have as many rows: one load less
+        // that waits for another.
+        const i64 guess = (i64)blockIdx.x * a.rows_guess;
+        const i32 guess_lanes = a.rows_guess * a.top_k;
+        const i32 share = share_of_warp(guess_lanes, 32 * kLanes);
+        const i32 begin = threadIdx.x / 32 * share, thread = threadIdx.x % 32;
+        Positions positions = load_positions(
+            a, guess, a.rows_guess, begin + thread * kLanes, min(begin + share, guess_lanes));
+#if HS_GLOBAL_HASH
+        const Tables t = place_tables(a, shared, min(r.slot, a.max_num_reqs - 1));
+#else
+        const Tables t = place_tables(a, shared, 0);
+#endif
+        clear_shared(a, t, s);
+        HS_STAMP(1);
+        r.lanes = r.rows * a.top_k;
+        r.lanes_per_warp = share_of_warp(r.lanes, 32 * kLanes);
+        r.slots_per_warp = share_of_warp(a.hot_rows, 32 * kSlots);
+        r.hot_table = a.hot + r.table_row * a.hot_stride;
+        if (r.slot >= 0 && r.slot < a.max_num_reqs && r.rows > 0 && r.rows <= kMaxRows &&
+            r.lanes <= a.max_lanes) {
+            if (r.first_row != guess || r.rows != a.rows_guess) {
+                const i32 first = threadIdx.x / 32 * r.lanes_per_warp;
+                positions = load_positions(
+                    a, r.first_row, r.rows, first + thread * kLanes,
+                    min(first + r.lanes_per_warp, r.lanes));
+            }
+            resolve_request(a, r, t, s, positions);
         } else {
             for (i32 i = 0; i < r.rows; ++i) write_padding(a, r.first_row + i);
             if (threadIdx.x == 0) a.miss_counts[blockIdx.x] = 0;
