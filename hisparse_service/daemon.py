@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import socket
 import threading
 import time
 from pathlib import Path
@@ -24,6 +23,7 @@ from hisparse_service.config import Settings
 from hisparse_service.contract.errors import ConfigError, HiSparseError, InternalError, UsageError
 from hisparse_service.contract.geometry import decode_geometry
 from hisparse_service.contract.keys import key_space
+from hisparse_service.contract.limits import GIB
 from hisparse_service.directory.directory import Directory
 from hisparse_service.directory.results import BackingMode, Quota
 from hisparse_service.membership.credentials import Authoriser
@@ -45,6 +45,7 @@ from hisparse_service.server.state import NamespaceEntry, Phase, ServerOptions, 
 from hisparse_service.server.transport import Transport
 from hisparse_service.telemetry.logs import get_logger
 from hisparse_service.telemetry.metrics import ServerMetrics
+from hisparse_service.telemetry.systemd_notify import ServiceManager
 
 _HELPER_STOP_S: Final = 30.0
 """A helper looks at its stop event at least every 0.2 s; what takes longer is stuck in a call."""
@@ -106,6 +107,7 @@ class Daemon:
         self._listener = listener
         self._ready_fd = ready_fd
         self._standby_s = standby_s
+        self._manager = ServiceManager.from_environment(os.environ)
         self._epoch = secrets.randbits(64) or 1
         self._helpers = HelperThreads()
         self._opened: Pool | None = None
@@ -225,6 +227,7 @@ class Daemon:
 
     def _on_progress(self, progress: Progress) -> None:
         self._state.progress = progress.fraction
+        self._manager.progress(progress.done_bytes, progress.total_bytes)
         if self._listener is not None:
             self._listener.on_progress(progress)
 
@@ -299,8 +302,7 @@ class Daemon:
             with contextlib.suppress(OSError):
                 os.close(self._ready_fd)
             self._ready_fd = -1
-        # After a handover the service manager did not start this process itself.
-        notify_service_manager(f"READY=1\nMAINPID={os.getpid()}")
+        self._manager.ready(_summary(self._state))
 
     def _tell(self, line: str) -> None:
         if self._ready_fd >= 0:
@@ -326,6 +328,8 @@ class Daemon:
         if self._registrar is not None:
             self._registrar.poll()
         state.metrics.snapshot = status_of(state, now_s)
+        if self._manager.listens:
+            self._manager.tick(_summary(state))
         self._check_drained(now_s)
 
     def _on_signal(self, number: int) -> None:
@@ -344,6 +348,8 @@ class Daemon:
             before = self._drain_deadline_s if self._stop_when_drained else None
             self._stop_when_drained = True
             self._drain_deadline_s = deadline_s if before is None else min(before, deadline_s)
+            left_s = max(0.0, self._drain_deadline_s - time.monotonic())
+            self._manager.draining(left_s, state.num_workers)
             self._check_drained(time.monotonic())
 
     def _check_drained(self, now_s: float) -> None:
@@ -363,7 +369,7 @@ class Daemon:
         """Give everything back. With workers attached, the pool stays for the successor."""
         state = self._state
         state.phase = Phase.STOPPED
-        notify_service_manager("STOPPING=1")
+        self._manager.stopping()
         has_workers = state.num_workers > 0
         stuck = self._helpers.stop(_HELPER_STOP_S)
         if stuck:
@@ -472,13 +478,10 @@ def _adopt_backing(directory: Directory, backing: Backing) -> NamespaceEntry | N
     )  # fmt: skip
 
 
-def notify_service_manager(text: str) -> None:
-    """Tell systemd, when it started us (NOTIFY_SOCKET); nobody otherwise."""
-    address = os.environ.get("NOTIFY_SOCKET")
-    if not address:
-        return
-    if address.startswith("@"):
-        address = "\0" + address[1:]
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-        sender.setblocking(False)
-        sender.sendto(text.encode(), address)
+def _summary(state: ServerState) -> str:
+    """One line for `systemctl status`."""
+    workers = f"{state.num_workers} worker{'' if state.num_workers == 1 else 's'}"
+    if state.pool is None:
+        return f"Opening the pool: {state.progress:.0%}"
+    size = f"{state.pool.size_bytes / GIB:.1f} GiB"
+    return f"{state.phase.value.capitalize()}: {workers}, pool of {size}"
