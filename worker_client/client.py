@@ -593,7 +593,7 @@ class Namespace:
         """
         gone = 0
         while num_blocks is None or gone < num_blocks:
-            wanted = limits.MAX_BLOCKS_PER_MESSAGE
+            wanted = limits.MAX_RESERVE_BLOCKS
             if num_blocks is not None:
                 wanted = min(wanted, num_blocks - gone)
 

@@ -53,7 +53,7 @@ Checksums = Annotated[bytes, Meta(max_length=limits.MAX_BLOCKS_PER_MESSAGE * 8)]
 Keys = Annotated[bytes, Meta(max_length=limits.MAX_KEYS * limits.BLOCK_KEY_BYTES)]
 """16 B, one a block."""
 NumBlocks = Annotated[int, Meta(ge=1, le=limits.MAX_BLOCKS_PER_BACKING)]
-NumReserve = Annotated[int, Meta(ge=1, le=limits.MAX_BLOCKS_PER_MESSAGE)]
+NumReserve = Annotated[int, Meta(ge=1, le=limits.MAX_RESERVE_BLOCKS)]
 LeaseIds = Annotated[list[U64], Meta(max_length=limits.MAX_LIST_ITEMS)]
 
 

@@ -43,6 +43,7 @@ from hisparse_service.contract.limits import (
     MAX_LEASES_PER_SESSION,
     MAX_LIST_ROWS,
     MAX_NAMESPACES,
+    MAX_RESERVE_BLOCKS,
     QUARANTINE_S,
     WRITER_LEASE_TTL_S,
 )
@@ -453,11 +454,11 @@ class Directory:
             LeaseLost: Also without the group's writer lease.
         """
         account, owner = self._writer(session, namespace)
-        if not 1 <= num_blocks <= MAX_BLOCKS_PER_MESSAGE:
+        if not 1 <= num_blocks <= MAX_RESERVE_BLOCKS:
             raise UsageError(
-                f"{num_blocks} blocks asked for, one request may take 1 to "
-                f"{MAX_BLOCKS_PER_MESSAGE}",
-                limit=MAX_BLOCKS_PER_MESSAGE,
+                f"{num_blocks} blocks asked for, one request may take 1 to {MAX_RESERVE_BLOCKS}",
+                remedy="Reserve in several requests",
+                limit=MAX_RESERVE_BLOCKS,
                 value=num_blocks,
             )
         lease = self._leases.require_live(account, owner.namespace, lease_id) if lease_id else None

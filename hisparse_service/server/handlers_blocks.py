@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from hisparse_service.contract import messages as m
 from hisparse_service.contract.crashpoints import crash_point, declare
-from hisparse_service.contract.errors import ForeignKeys, HiSparseError
-from hisparse_service.contract.limits import LOOKUP_SLICE_KEYS
+from hisparse_service.contract.errors import ForeignKeys, HiSparseError, UsageError
+from hisparse_service.contract.limits import LOOKUP_SLICE_KEYS, MAX_RESERVE_BLOCKS
 from hisparse_service.contract.messages import u32_array, u64_array
 from hisparse_service.directory.lookup import Lookup
 from hisparse_service.directory.results import LookupResult, MirrorItem, PinResult, ReserveResult
@@ -119,6 +119,7 @@ def mirror_batch(
     """
     directory, session_id = state.directory, client.session.session_id
     _check_key_space(state, request)
+    _check_reserves(request)
     if request.enqueued:
         directory.mirror_enqueued(
             session_id,
@@ -181,6 +182,17 @@ def _reserve_item(
         return m.ReservedItem(item.lease_id, b"", b"")
     crash_point(_AFTER_RESERVED)
     return m.ReservedItem(got.lease_id, got.blocks.tobytes(), got.generations.tobytes())
+
+
+def _check_reserves(request: m.MirrorBatch) -> None:
+    wanted = sum(item.num_blocks for item in request.reserve)
+    if wanted > MAX_RESERVE_BLOCKS:
+        raise UsageError(
+            f"the batch reserves {wanted} blocks in all, one message may take {MAX_RESERVE_BLOCKS}",
+            remedy="Reserve in several messages",
+            limit=MAX_RESERVE_BLOCKS,
+            value=wanted,
+        )
 
 
 def _check_key_space(state: ServerState, request: m.MirrorBatch) -> None:

@@ -38,7 +38,7 @@ BY_TYPE = {
     messages.Checksums: st.binary(max_size=40),
     messages.Keys: st.binary(max_size=40),
     messages.NumBlocks: st.integers(1, limits.MAX_BLOCKS_PER_BACKING),
-    messages.NumReserve: st.integers(1, limits.MAX_BLOCKS_PER_MESSAGE),
+    messages.NumReserve: st.integers(1, limits.MAX_RESERVE_BLOCKS),
     messages.LeaseIds: st.lists(u64, max_size=5),
 }
 
@@ -111,7 +111,7 @@ class Evil:
         [True, 1],
         [20, 1, 70_000, 0, 1],
         [20, 1, 1, 0, 0],
-        [20, 1, 1, 0, limits.MAX_BLOCKS_PER_MESSAGE + 1],
+        [20, 1, 1, 0, limits.MAX_RESERVE_BLOCKS + 1],
         [21, 1, 1, 0, b"short", b""],
         [10, 1, b"short", "name", b""],
         [1, 1, 1, 1, "x" * 2_000, "", 0, 1, ""],
