@@ -28,9 +28,10 @@ MAX_KEYS: Final = 131_072
 
 MAX_BLOCKS_PER_MESSAGE: Final = 131_072
 MAX_RESERVE_BLOCKS: Final = 32_768
-"""Blocks reserved or evicted by one message. Each may have to evict another block, 1.8 us a block on
-the control loop (16,384 took 25 ms, 131,072 took 234 ms; 2 cores, 2026-12-01), and ping must answer
-within 100 ms (I7)."""
+"""Blocks reserved or evicted by one message.
+
+Each may have to evict another block, 1.8 us a block on the control loop (16,384 took 25 ms, 131,072
+took 234 ms; 2 cores, 2026-12-01), and ping must answer within 100 ms (I7)."""
 
 MAX_BATCH_ITEMS: Final = 4_096
 """Requests whose mirrors travel in one MirrorBatch."""
