@@ -18,7 +18,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Optional
@@ -92,8 +92,6 @@ class _Run:
     job: dict[str, Any]
     progress: Progress
     report: DemoReport
-    expected: dict[str, tuple[list[int], Any]] = field(default_factory=dict)
-    """By request: the reference's tokens, and its logits [tokens, vocabulary]."""
     faults_left: int = 0
 
     @property
@@ -128,11 +126,14 @@ def run_demo(options: DemoOptions, progress: Progress) -> DemoReport:
         run.job_path.write_text(json.dumps(job))
         reference = WorkerProcess(run.job_path, rank=-1)
         stack.callback(reference.stop)
+        outcomes: list[_Outcome] = []
         for generation, title in enumerate(("first workers", "new workers, same daemon")):
-            outcome = _run_workers(run, generation, title)
-            if generation == 0:
-                _take_reference(run, reference)
-            _compare(run, generation, outcome)
+            outcomes.append(_run_workers(run, generation, title))
+            # It works on these while the next workers start.
+            _ask_reference(run, reference, generation)
+        reference.answer()
+        for generation, outcome in enumerate(outcomes):
+            _compare(run, generation, outcome, _take_reference(run, reference, generation))
         _check_mechanisms(run)
     return run.report
 
@@ -212,7 +213,8 @@ def _run_workers(run: _Run, generation: int, title: str) -> _Outcome:
             run.directory / f"logits-{generation}-{index}.npz" for index in range(len(ranks))
         ]
         for rank, path in zip(ranks, outcome.logits, strict=True):
-            rank.ask("report", logits=str(path))
+            choices = run.directory / f"choices-{generation}.npz"
+            rank.ask("report", logits=str(path), choices=str(choices))
         outcome.reports = [rank.answer() for rank in ranks]
     prompt_tokens = sum(request["length"] for request in run.job["requests"])
     run.report.phases.append(Phase(title, prompt_tokens, outcome.reports))
@@ -273,26 +275,52 @@ def _corrupt(run: _Run, ranks: Sequence[WorkerProcess]) -> None:
 # --- checks ---------------------------------------------------------------------------------------
 
 
-def _take_reference(run: _Run, reference: WorkerProcess) -> None:
-    """Tokens and logits of the same model with its own cache."""
-    reference.answer()
-    with run.progress.phase("reference: the model's own cache", len(run.names)):
+_Expected = dict[str, tuple[list[int], Any]]
+"""By request: the reference's tokens, and its logits [tokens, vocabulary]."""
+
+
+def _ask_reference(run: _Run, reference: WorkerProcess, generation: int) -> None:
+    """Let the same model with its own cache generate the same."""
+    for index in range(len(run.names)):
+        reference.ask(
+            "run",
+            index=index,
+            logits=str(run.directory / f"reference-{generation}-{index}.npy"),
+            choices=str(run.directory / f"choices-{generation}.npz"),
+        )
+
+
+def _take_reference(run: _Run, reference: WorkerProcess, generation: int) -> _Expected:
+    """What it generated, and whether it chose the same rows."""
+    expected: _Expected = {}
+    found = {"choices": 0, "ties": 0, "wrong_choices": 0}
+    title = run.report.phases[generation].title
+    with run.progress.phase(f"{title}: the model's own cache", len(run.names)):
         for index, name in enumerate(run.names):
-            path = run.directory / f"reference-{index}.npy"
-            reference.ask("run", index=index, logits=str(path))
-            tokens = reference.answer()["tokens"]
-            run.expected[name] = (tokens, np.load(path, allow_pickle=False))
+            answer = reference.answer()
+            path = run.directory / f"reference-{generation}-{index}.npy"
+            expected[name] = (answer["tokens"], np.load(path, allow_pickle=False))
+            found = {what: count + answer[what] for what, count in found.items()}
             run.progress.advance(1)
+    equal = found["choices"] - found["ties"] - found["wrong_choices"]
+    run.report.checks.append(
+        Check(
+            f"{title}: top-k",
+            found["wrong_choices"] == 0,
+            f"{equal:,} of {found['choices']:,} equal, {found['ties']:,} ties within rounding",
+        )
+    )
+    return expected
 
 
-def _compare(run: _Run, generation: int, outcome: _Outcome) -> None:
+def _compare(run: _Run, generation: int, outcome: _Outcome, all_expected: _Expected) -> None:
     """Every token, every logit, every host row."""
     title = run.report.phases[generation].title
     tolerance = _TOLERANCE[run.options.dtype]
     for rank, (tokens, path) in enumerate(zip(outcome.tokens, outcome.logits, strict=True)):
         worst, wrong, count = 0.0, 0, 0
         with np.load(path, allow_pickle=False) as logits:
-            for name, (expected, expected_logits) in run.expected.items():
+            for name, (expected, expected_logits) in all_expected.items():
                 wrong += sum(a != b for a, b in zip(tokens[name], expected, strict=False))
                 wrong += abs(len(tokens[name]) - len(expected))
                 count += len(expected)

@@ -79,9 +79,7 @@ class DemoReport:
         lanes = max(total("resident_lanes") + total("hot_lanes") + total("miss_lanes"), 1)
         prefill = max(total("prefill_resident_rows") + total("prefill_staged_rows"), 1)
         block_bytes = self.sizes["block_bytes"]
-        # Blocks that hold this engine's rows: its own published ones and the ones it found.
-        found = writer["hit_tokens"] // self.sizes["block_size"]
-        held = (writer["published_pages"] - writer["merged_pages"] + found) * block_bytes / MIB
+        held = writer["host_blocks_in_use"] * block_bytes / MIB
         copies = len(phase.ranks)
         column = {
             "tokens generated, each rank": f"{writer['generated_tokens']:,}",

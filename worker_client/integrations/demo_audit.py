@@ -1,4 +1,6 @@
-"""The demonstration's proof that ranks read what rank 0 computed: a ledger of rows, byte for byte.
+"""The demonstration's witnesses: which rows were computed, and which were chosen.
+
+Rows, byte for byte: ranks must read from the host what rank 0 computed.
 
 Rank 0 notes every row as it leaves the model, before any tier has seen it, and writes a page's rows
 into a file when the page is sent to its host block. Any rank that reads a row from the host pool
@@ -6,17 +8,26 @@ compares it with that file. So a wrong offset, a copy that came too late or a st
 where it would not change a token.
 
 One ledger file a demonstration, indexed by host block; written by rank 0 alone, before the block is
-published, and read only for published blocks. Used on the worker's compute thread.
+published, and read only for published blocks.
+
+Choices: the top-k of each token. The reference makes its own. Where the two differ because two
+scores are equal but for rounding, both are right, and no test of tokens can tell them apart from an
+error; so the reference checks with its own scores that it is such a tie, counts it, and then goes
+on with the choice that was made here. Any other difference is a wrong choice.
+
+Used on the worker's compute thread.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.overrides import TorchFunctionMode
 
 from hisparse_service.contract.geometry import HostGeometry
 
@@ -28,7 +39,7 @@ class RowLedger:
         path: The file; made if it is not there.
         geometry: Of the host blocks.
         num_blocks: Host blocks, the null block included.
-        writes: Whether this rank notes what it computes (rank 0).
+        choices: Where the choices go; None where this rank notes nothing (all but rank 0).
 
     Attributes:
         checked_rows: Rows that were read from the host and compared, each layer's counted.
@@ -37,13 +48,13 @@ class RowLedger:
     """
 
     def __init__(
-        self, path: Path, geometry: HostGeometry, num_blocks: int, *, writes: bool
+        self, path: Path, geometry: HostGeometry, num_blocks: int, *, choices: Choices | None
     ) -> None:
         self.checked_rows = 0
         self.wrong_rows = 0
         self.first_wrong = ""
         self._geometry = geometry
-        self._writes = writes
+        self._choices = choices
         self._rows: dict[tuple[str, int], npt.NDArray[np.uint8]] = {}
         self._pages = _map_pages(path, geometry, num_blocks)
 
@@ -51,7 +62,7 @@ class RowLedger:
         self, layer: int, request_id: str, positions: torch.Tensor, rows: torch.Tensor
     ) -> None:
         """Note rows of a request (rank 0)."""
-        if not self._writes:
+        if self._choices is None:
             return
         raw = rows.detach().contiguous().view(torch.uint8).cpu().numpy()
         end = int(positions[-1]) + 1
@@ -63,9 +74,17 @@ class RowLedger:
             self._rows[request_id, layer] = held = grown
         held[positions.cpu().numpy()] = raw
 
+    def selected(
+        self, group: int, request_id: str, positions: torch.Tensor, top_k: torch.Tensor
+    ) -> None:
+        """Note what was chosen (rank 0)."""
+        if self._choices is not None:
+            chosen = top_k.cpu().numpy()
+            self._choices.of(request_id)[group, positions.cpu().numpy(), : chosen.shape[1]] = chosen
+
     def mirrored(self, request_id: str, page: int, host_block: int) -> None:
         """Write a page's rows to the ledger (rank 0)."""
-        if not self._writes:
+        if self._choices is None:
             return
         size = self._geometry.block_size
         for layer, pages in enumerate(self._pages):
@@ -107,3 +126,127 @@ def _map_pages(path: Path, geometry: HostGeometry, num_blocks: int) -> list[npt.
         pages.append(whole[start : start + size].reshape(shape))
         start += size
     return pages
+
+
+class Choices:
+    """The top-k of each token of each request: one file a request, int16 [groups, tokens, top_k].
+
+    A set of workers that finds a prefix leaves the entries of the set that computed it.
+
+    Args:
+        directory: Of the demonstration.
+        names: Its requests.
+        shape: (index groups, tokens, top-k), large enough for each request.
+    """
+
+    def __init__(self, directory: Path, names: Iterable[str], shape: tuple[int, int, int]) -> None:
+        self._files: dict[str, npt.NDArray[np.int16]] = {}
+        for index, name in enumerate(names):
+            path = directory / f"choices-{index}.npy"
+            if not path.exists():
+                np.save(path, np.full(shape, -1, np.int16), allow_pickle=False)
+            self._files[name] = np.load(path, mmap_mode="r+", allow_pickle=False)
+
+    def of(self, request_id: str) -> npt.NDArray[np.int16]:
+        """One request's, to read or write."""
+        return self._files[request_id]
+
+    def save(self, path: Path) -> None:
+        """Write all of them as they are now, in the order of the requests."""
+        np.savez(path, *self._files.values(), allow_pickle=False)
+
+
+class ChoiceCheck:
+    """Compares the choices of the reference's indexers with those that the ranks made.
+
+    Args:
+        model: The reference; its indexers are wrapped for good.
+        tolerance: Scores that differ by no more than this part of the greatest are equal.
+
+    Attributes:
+        checked: Choices compared: one a token and index group.
+        ties: Those that differ in rows of equal score.
+        wrong: Those that differ otherwise.
+    """
+
+    def __init__(self, model: Any, *, tolerance: float) -> None:
+        self.checked = self.ties = self.wrong = 0
+        self._tolerance = tolerance
+        self._choices: npt.NDArray[np.int16] | None = None
+        leaders = [layer.self_attn.indexer for layer in model.model.layers]
+        for group, indexer in enumerate(indexer for indexer in leaders if indexer is not None):
+            self._wrap(indexer, group)
+
+    def begin(self, choices: npt.NDArray[np.int16]) -> None:
+        """Compare with this request's choices from now on."""
+        self._choices = choices
+
+    def take(self) -> dict[str, int]:
+        """What was found since the last call."""
+        found = {"choices": self.checked, "ties": self.ties, "wrong_choices": self.wrong}
+        self.checked = self.ties = self.wrong = 0
+        return found
+
+    def _wrap(self, indexer: Any, group: int) -> None:
+        choose = indexer.forward
+
+        def checked(
+            hidden_states: torch.Tensor,
+            q_resid: torch.Tensor,
+            position_embeddings: tuple[torch.Tensor, torch.Tensor],
+            attention_mask: torch.Tensor,
+            position_ids: torch.Tensor,
+            cache: Any = None,
+        ) -> torch.Tensor:
+            with _Scores() as seen:
+                own = choose(
+                    hidden_states, q_resid, position_embeddings, attention_mask, position_ids,
+                    cache=cache,
+                )  # fmt: skip
+            return self._settle(own, seen.scores, position_ids[0], group)
+
+        indexer.forward = checked
+
+    def _settle(
+        self, own: torch.Tensor, scores: torch.Tensor, positions: torch.Tensor, group: int
+    ) -> torch.Tensor:
+        """Own int32 [1, S, k], scores [1, S, T]; returns the choices to go on with."""
+        if self._choices is None:
+            return own
+        theirs = torch.from_numpy(
+            self._choices[group, positions.cpu().numpy()].astype(np.int64)
+        ).to(own.device)
+        ours, chosen = _members(own[0].long(), scores[0]), _members(theirs, scores[0])
+        self.checked += len(positions)
+        settled = own.clone()
+        for token in (ours != chosen).any(dim=-1).nonzero().flatten().tolist():
+            row = scores[0, token]
+            out, into = row[ours[token] & ~chosen[token]], row[chosen[token] & ~ours[token]]
+            equal = self._tolerance * float(row[row.isfinite()].abs().max())
+            if len(out) == len(into) and float(out.max() - into.min()) <= equal:
+                self.ties += 1
+                settled[0, token] = chosen[token].nonzero().flatten().to(own.dtype)
+            else:
+                self.wrong += 1
+        return settled
+
+
+class _Scores(TorchFunctionMode):
+    """Sees the scores that the model's indexer chooses from: what it calls ``topk`` on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = torch.empty(0)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if func is torch.Tensor.topk:
+            self.scores = args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _members(chosen: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Bool [S, T]: which positions are chosen; empty lanes and shut-out positions are not."""
+    members = torch.zeros((scores.shape[0], scores.shape[1] + 1), dtype=torch.bool)
+    members = members.to(scores.device).scatter_(1, chosen.remainder(scores.shape[1] + 1), True)
+    return members[:, :-1] & scores.isfinite() & (scores > torch.finfo(scores.dtype).min)

@@ -114,7 +114,8 @@ def build_model(job: DemoJob) -> Any:
 
     Small, but with everything that the real ones have: index groups of three, two and one layers,
     dense and expert MLPs, a latent of 64 values beside a rotary key of 16. Sixteen indexer heads,
-    because with few of them many scores are exactly 0 and the top-k is a matter of chance.
+    because with few of them many scores are exactly 0 and the top-k is a matter of chance. All
+    experts take part in each token: which of two nearly equal ones does is a matter of rounding.
     """
     from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 
@@ -127,8 +128,8 @@ def build_model(job: DemoJob) -> Any:
         num_attention_heads=4,
         num_key_value_heads=4,
         n_shared_experts=1,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
+        n_routed_experts=4,
+        num_experts_per_tok=4,
         kv_lora_rank=64,
         q_lora_rank=64,
         qk_rope_head_dim=16,

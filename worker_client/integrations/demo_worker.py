@@ -28,7 +28,7 @@ import worker_client
 from hisparse_service.contract.errors import HiSparseError, UsageError
 from worker_client.client import Client, CudaUse
 from worker_client.coordinator import Role
-from worker_client.integrations.demo_audit import RowLedger
+from worker_client.integrations.demo_audit import ChoiceCheck, Choices, RowLedger
 from worker_client.integrations.demo_model import (
     DemoJob,
     build_model,
@@ -39,6 +39,9 @@ from worker_client.integrations.demo_model import (
 )
 from worker_client.integrations.generation import Generator, GeneratorOptions
 from worker_client.integrations.transformers import ModelShape
+
+_EQUAL_SCORES = {"float32": 1e-5, "bfloat16": 5e-2}
+"""Part of the greatest score by which sums of a type may differ when their order does."""
 
 Answer = dict[str, Any]
 Operation = Callable[[Mapping[str, Any]], Answer]
@@ -69,18 +72,24 @@ class DemoWorker:
             world_size=job.world_size,
         )
         self.client.wait_ready(timeout_s=30.0)
-        namespace = self.client.open_namespace(
+        self.namespace = self.client.open_namespace(
             model=f"glm-moe-dsa-demo-{weights_digest(model)}",
             kv_dtype=job.dtype,
             geometry=geometry,
             name="demo",
         )
-        self.audit = RowLedger(
-            Path(job.directory) / "rows.ledger", geometry, blocks, writes=rank == 0
-        )
+        directory = Path(job.directory)
+        self._choices = None
+        if rank == 0:
+            self._choices = Choices(
+                directory,
+                [request.name for request in job.requests],
+                (len(self.shape.index_groups), job.max_tokens, self.shape.top_k),
+            )
+        self.audit = RowLedger(directory / "rows.ledger", geometry, blocks, choices=self._choices)
         self.generator = Generator(
             model,
-            namespace,
+            self.namespace,
             sizes,
             GeneratorOptions(
                 role=Role.WRITER if rank == 0 else Role.READER,
@@ -151,6 +160,8 @@ class DemoWorker:
     def report(self, command: Mapping[str, Any]) -> Answer:
         """All counters; logits as ``<request>`` arrays [tokens, vocabulary] in an .npz file."""
         self.generator.drain()
+        if self._choices is not None:
+            self._choices.save(Path(str(command["choices"])))
         logits = {name: np.stack(rows) for name, rows in self._logits.items() if rows}
         np.savez(Path(str(command["logits"])), allow_pickle=False, **logits)
         coordinator, tiers = self.generator.coordinator, self.generator.tiers
@@ -178,7 +189,16 @@ class DemoWorker:
             "checked_rows": self.audit.checked_rows,
             "wrong_rows": self.audit.wrong_rows,
             "first_wrong": self.audit.first_wrong,
+            "host_blocks_in_use": self._host_blocks_in_use(),
         }
+
+    def _host_blocks_in_use(self) -> int:
+        """Blocks of the namespace that hold published rows, as the daemon counts them."""
+        fingerprint = self.namespace.fingerprint.hex()
+        for found in self.client.status()["namespaces"]:
+            if found["fingerprint"] == fingerprint:
+                return int(found["blocks"]["published"] + found["blocks"]["pinned"])
+        return 0
 
     @property
     def operations(self) -> Mapping[str, Operation]:
@@ -202,17 +222,25 @@ class Reference:
     def __init__(self, job: DemoJob) -> None:
         self.job = job
         self.model = build_model(job)
+        self.check = ChoiceCheck(self.model, tolerance=_EQUAL_SCORES[job.dtype])
 
     def hello(self) -> Answer:
         """Nothing to tell."""
         return {}
 
     def run(self, command: Mapping[str, Any]) -> Answer:
-        """Generate one request greedily; its logits go to a file."""
-        request = self.job.requests[int(command["index"])]
+        """Generate one request greedily; its logits go to a file.
+
+        The choices of the ranks lie in another: equal scores are settled as they were there.
+        """
+        index = int(command["index"])
+        request = self.job.requests[index]
+        with np.load(Path(str(command["choices"])), allow_pickle=False) as choices:
+            self.check.begin(choices[f"arr_{index}"])
         tokens, logits = self._generate(self.job.prompt(request), request.max_new_tokens)
         np.save(Path(str(command["logits"])), logits, allow_pickle=False)
-        return {"tokens": tokens}
+        found = self.check.take()
+        return {"tokens": tokens, **found}
 
     @torch.no_grad()
     def _generate(

@@ -151,6 +151,19 @@ class RowAudit(Protocol):
         """
         ...
 
+    def selected(
+        self, group: int, request_id: str, positions: torch.Tensor, top_k: torch.Tensor
+    ) -> None:
+        """An index group's leader chose the rows that some tokens of a request attend to.
+
+        Args:
+            group: Index of the index group.
+            request_id: Whose.
+            positions: int64 ``[n]``: the tokens.
+            top_k: int32 ``[n, k]``: chosen positions, -1 = empty lane.
+        """
+        ...
+
     def read_from_host(self, layer: int, host_slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Rows arrived from host memory.
 
@@ -314,7 +327,9 @@ class TieredAttention(nn.Module):
             cache=_IndexerKeys(self._owner[0], self),
         )
         # With fewer tokens than k the indexer also returns positions that the mask shut out.
-        return top_k.masked_fill(top_k > step.positions.unsqueeze(-1), -1)
+        top_k = top_k.masked_fill(top_k > step.positions.unsqueeze(-1), -1)
+        self._owner[0].audit_selected(self.group, top_k)
+        return top_k
 
     def _decode(self, query: torch.Tensor, top_k: torch.Tensor, step: _Step) -> torch.Tensor:
         """Rows where `swap_in` put them. query [B, H, 1, D]; returns [B, 1, H, V]."""
@@ -762,6 +777,16 @@ class TieredModel:
             step.batch.request_ids, step.positions, rows, strict=True
         ):
             self.audit.computed(layer, request_id, positions, own)
+
+    def audit_selected(self, group: int, top_k: torch.Tensor) -> None:
+        """Show the audit what a leader chose for the step's tokens [B, S, k]."""
+        if self.audit is None:
+            return
+        step = self.step
+        for request_id, positions, own in zip(
+            step.batch.request_ids, step.positions, top_k, strict=True
+        ):
+            self.audit.selected(group, request_id, positions, own)
 
     def audit_swap(self, group: HiSparseIndexGroup, group_index: int) -> None:
         """Show the audit every row that the last `swap_in` of this group copied, in all layers."""
