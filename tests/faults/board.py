@@ -22,6 +22,9 @@ class Count(enum.IntEnum):
     LONGEST_OUTAGE_US = 6
     INCARNATIONS = 7
     UNEXPECTED = 8
+    REFUSED = 9
+    HANDED_IN = 10
+    MIRRORS_LOST = 11
 
 
 class Board:

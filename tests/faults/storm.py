@@ -2,14 +2,18 @@
 
     python -m tests.faults.storm --kills 1000 --seed 7 [--workers 4]
 
-A driver kills -9 workers and the daemon, stops and continues them, restarts the daemon, and fills
-the file system, in an order drawn from the seed, while workers write, publish and read rows that
-tell what they are (rows.py). Where it may (root), it runs in a mount namespace of its own with a
-small tmpfs on /dev/shm, so that the file system can really be filled.
+A driver kills -9 workers and the daemon, stops and continues them, restarts the daemon, hands over
+to a successor, and fills the file system, in an order drawn from the seed, while workers write,
+publish and read rows that tell what they are (rows.py). Leases and time-outs are short, so that a
+worker that stood still finds its session ended and its leases expired. Where it may (root), it runs
+in a mount namespace of its own with a small tmpfs on /dev/shm, so that the file system can really
+be filled.
 
 Its last line is one JSON object: operations, kills, recoveries, longest_outage_s, wrong_bytes,
-leaked_bytes, leaked_blocks and more. Exit code 1 where any of the last three is not 0, a process
-ended by itself, or the accounts of the directory did not balance after a recovery.
+leaked_bytes, leaked_blocks and more. An outage is the time between two answers to a client that
+pings all the time, the start of a killed daemon's successor included. Exit code 1 where any of the
+last three is not 0, a process ended by itself, or the accounts of the directory did not balance
+after a recovery.
 """
 
 from __future__ import annotations
@@ -20,16 +24,20 @@ import json
 import os
 import pathlib
 import random
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from hisparse_service.contract.errors import HiSparseError
+from tests.faults import planted
 from tests.faults.board import Board, Count
+from tests.faults.prober import Prober
 from worker_client import connect
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -38,6 +46,55 @@ POOL_BYTES = 4 << 20
 TMPFS_BYTES = 32 << 20
 IN_NAMESPACE = "HISPARSE_STORM_IN_NAMESPACE"
 PROGRESS_DEADLINE_S = 60.0
+LEASE_TTL_S = 2.0
+SETTINGS = {
+    "limits.heartbeat_interval_s": 0.2, "limits.session_timeout_s": 1.0,
+    "limits.lease_ttl_s": LEASE_TTL_S, "limits.writer_lease_ttl_s": LEASE_TTL_S,
+    "limits.adoption_grace_s": 1.0, "server.drain_timeout_s": 0.5,
+}  # fmt: skip
+
+
+class Successor:
+    """A daemon that `handover` started: not our child, but used like one."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._pidfd = os.pidfd_open(pid)
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """0 once it ended; how, only its parent would know."""
+        if self.returncode is None and select.select([self._pidfd], [], [], 0)[0]:
+            os.close(self._pidfd)
+            self.returncode = 0
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Until it ended.
+
+        Raises:
+            TimeoutError: It did not.
+        """
+        if self.returncode is None and not select.select([self._pidfd], [], [], timeout)[0]:
+            raise TimeoutError(f"the successor {self.pid} did not end")
+        self.poll()
+        return 0
+
+    def send_signal(self, number: int) -> None:
+        """Unless it ended."""
+        if self.poll() is None:
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+
+Daemon = subprocess.Popen[bytes] | Successor
 
 
 class Storm:
@@ -51,23 +108,32 @@ class Storm:
         self.log = (directory / "daemon.log").open("ab")
         self.board_path = directory / "board"
         self.board = Board(self.board_path, num_workers)
-        self.daemon = self.start_daemon()
+        self.daemon: Daemon = self.start_daemon()
+        self.prober = Prober(str(self.runtime))
         self.workers = [self.start_worker(index) for index in range(num_workers)]
         self.kills = 0
         self.recoveries = 0
+        self.faults: Counter[str] = Counter()
         self.failures: list[str] = []
 
     # --- processes --------------------------------------------------------------------------
 
     def start_daemon(self) -> subprocess.Popen[bytes]:
         """A daemon on the storm's runtime directory; adopts what its predecessor left."""
+        bug = os.environ.get(planted.VARIABLE, "")
+        program = ["tests.faults.planted", bug] if bug else ["hisparse_service"]
         return subprocess.Popen(
-            [
-                sys.executable, "-m", "hisparse_service", "serve", "--instance", self.instance,
-                "--runtime-dir", str(self.runtime), "--pool-bytes", str(POOL_BYTES),
-            ],
+            [sys.executable, "-m", *program, "serve", *self.daemon_options()],
             cwd=ROOT, stdout=self.log, stderr=self.log,
         )  # fmt: skip
+
+    def daemon_options(self) -> list[str]:
+        """Of `serve` and `handover` alike."""
+        return [
+            "--instance", self.instance, "--runtime-dir", str(self.runtime),
+            "--pool-bytes", str(POOL_BYTES),
+            *(f"--set={name}={value}" for name, value in SETTINGS.items()),
+        ]  # fmt: skip
 
     def start_worker(self, index: int) -> subprocess.Popen[bytes]:
         """A worker, by its place on the board."""
@@ -81,7 +147,7 @@ class Storm:
             cwd=ROOT, stdout=self.log, stderr=self.log,
         )  # fmt: skip
 
-    def kill(self, process: subprocess.Popen[bytes]) -> None:
+    def kill(self, process: Daemon) -> None:
         """SIGKILL, and reap it."""
         process.kill()
         process.wait()
@@ -116,10 +182,17 @@ class Storm:
         self.daemon = self.start_daemon()
 
     def stop_worker(self) -> None:
-        """A worker stands still while the others go on, then continues with what it held."""
+        """A worker stands still while the others go on, then continues with what it held.
+
+        Half of the time for longer than its session and its leases last.
+        """
         index = self.rng.randrange(len(self.workers))
+        lasting_s = self.rng.choice((0.0, 1.5 * LEASE_TTL_S))
         self.workers[index].send_signal(signal.SIGSTOP)
         try:
+            end = time.monotonic() + lasting_s
+            self.wait_for_progress(besides=index)
+            wait_until(lambda: time.monotonic() >= end, "the leases to expire")
             self.wait_for_progress(besides=index)
         finally:
             self.workers[index].send_signal(signal.SIGCONT)
@@ -127,17 +200,34 @@ class Storm:
     def stop_daemon(self) -> None:
         """The daemon stands still until requests run into their deadline."""
         before = self.board.total(Count.UNAVAILABLE)
-        self.daemon.send_signal(signal.SIGSTOP)
-        try:
-            wait_until(lambda: self.board.total(Count.UNAVAILABLE) > before, "a deadline")
-        finally:
-            self.daemon.send_signal(signal.SIGCONT)
+        with self.prober.excused():
+            self.daemon.send_signal(signal.SIGSTOP)
+            try:
+                wait_until(lambda: self.board.total(Count.UNAVAILABLE) > before, "a deadline")
+            finally:
+                self.daemon.send_signal(signal.SIGCONT)
 
     def restart_daemon(self) -> None:
         """SIGTERM with workers attached: the pool stays for the successor."""
         self.daemon.terminate()
         self.daemon.wait(60)
         self.daemon = self.start_daemon()
+
+    def hand_over(self) -> None:
+        """A successor is prepared, and takes over."""
+        done = subprocess.run(
+            [
+                sys.executable, "-m", "hisparse_service", "handover", "--json",
+                *self.daemon_options(),
+            ],
+            cwd=ROOT, check=False, stdout=subprocess.PIPE, stderr=self.log, timeout=60,
+        )  # fmt: skip
+        if done.returncode:
+            self.failures.append(f"handover ended with {done.returncode}")
+            return
+        if self.daemon.wait(60):
+            self.failures.append(f"the predecessor ended with {self.daemon.returncode}")
+        self.daemon = Successor(json.loads(done.stdout)["pid"])
 
     def fill_file_system(self) -> None:
         """No byte is left in /dev/shm, and the daemon dies in that state."""
@@ -191,12 +281,15 @@ class Storm:
         faults: list[tuple[Callable[[], None], int]] = [
             (self.kill_worker, 40), (self.kill_daemon, 25), (self.kill_both, 8),
             (self.kill_starting_daemon, 5), (self.stop_worker, 8), (self.stop_daemon, 2),
-            (self.restart_daemon, 8), (self.fill_file_system, 4),
+            (self.restart_daemon, 5), (self.hand_over, 5), (self.fill_file_system, 4),
         ]  # fmt: skip
         names, weights = zip(*faults, strict=True)
         self.wait_for_progress()
         while self.kills < kills:
-            self.rng.choices(names, weights)[0]()
+            fault = self.rng.choices(names, weights)[0]
+            self.faults[fault.__name__] += 1
+            self.prober.during(fault.__name__)
+            fault()
             self.wait_for_progress()
             self.recoveries += 1
             self.check_accounts()
@@ -225,6 +318,7 @@ class Storm:
 
         with contextlib.suppress(TimeoutError):
             wait_until(all_returned, "all blocks to come back")
+        self.prober.close()
         self.daemon.terminate()
         self.daemon.wait(60)
         left = [path for path in SHM.iterdir() if self.instance in path.name]
@@ -235,8 +329,16 @@ class Storm:
             "blocks_published": self.board.total(Count.PUBLISHED_BLOCKS),
             "kills": self.kills,
             "recoveries": self.recoveries,
+            "faults": dict(self.faults.most_common()),
             "stale_raised": self.board.total(Count.STALE_RAISED),
-            "longest_outage_s": int(self.board.counts[:, Count.LONGEST_OUTAGE_US].max()) / 1e6,
+            "refused": self.board.total(Count.REFUSED),
+            "mirrors_handed_in": self.board.total(Count.HANDED_IN),
+            "mirrors_lost": self.board.total(Count.MIRRORS_LOST),
+            "pings": self.prober.pings,
+            "longest_outage_s": round(self.prober.longest_outage_s, 3),
+            "longest_outage_s_by_fault": {
+                fault: round(value, 3) for fault, value in sorted(self.prober.longest_s.items())
+            },
             "wrong_bytes": self.board.total(Count.WRONG_BYTES),
             "leaked_bytes": sum(path.stat().st_size for path in left),
             "leaked_blocks": leaked_blocks,
@@ -248,6 +350,7 @@ class Storm:
 
     def close(self) -> None:
         """Leave no process behind."""
+        self.prober.close()
         for process in [*self.workers, self.daemon]:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGCONT)
@@ -290,7 +393,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--keep-log", type=pathlib.Path, help="copy the daemon's log there")
+    parser.add_argument("--plant", choices=planted.BUGS, help="a bug that the storm must see")
     options = parser.parse_args()
+    if options.plant:
+        os.environ[planted.VARIABLE] = options.plant
     enter_namespace()
     with tempfile.TemporaryDirectory(prefix="storm-") as directory:
         storm = Storm(pathlib.Path(directory), num_workers=options.workers, seed=options.seed)
