@@ -107,7 +107,7 @@ class Daemon:
         self._listener = listener
         self._ready_fd = ready_fd
         self._standby_s = standby_s
-        self._manager = ServiceManager.from_environment(os.environ)
+        self._manager = ServiceManager.from_environment(os.environ, predecessor_s=standby_s)
         self._epoch = secrets.randbits(64) or 1
         self._helpers = HelperThreads()
         self._opened: Pool | None = None
@@ -139,6 +139,7 @@ class Daemon:
         path = directory / LOCK_NAME
         if self._standby_s <= 0:
             return ProcessLock.acquire(path, role=Role.TOKEN)
+        self._manager.standby()
         self._tell("STANDBY")
         return ProcessLock.acquire(path, role=Role.TOKEN, wait_s=self._standby_s)
 
@@ -349,7 +350,8 @@ class Daemon:
             self._stop_when_drained = True
             self._drain_deadline_s = deadline_s if before is None else min(before, deadline_s)
             left_s = max(0.0, self._drain_deadline_s - time.monotonic())
-            self._manager.draining(left_s, state.num_workers)
+            if not state.keeps_pool:  # the successor speaks for the service now
+                self._manager.draining(left_s, state.num_workers)
             self._check_drained(time.monotonic())
 
     def _check_drained(self, now_s: float) -> None:
@@ -369,7 +371,8 @@ class Daemon:
         """Give everything back. With workers attached, the pool stays for the successor."""
         state = self._state
         state.phase = Phase.STOPPED
-        self._manager.stopping()
+        if not state.keeps_pool:
+            self._manager.stopping()
         has_workers = state.num_workers > 0
         stuck = self._helpers.stop(_HELPER_STOP_S)
         if stuck:

@@ -55,13 +55,29 @@ class ServiceManager:
         self._status = ""
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> ServiceManager:
-        """What the environment says; a watchdog that is meant for another process is not ours."""
+    def from_environment(
+        cls, environment: Mapping[str, str], *, predecessor_s: float = 0.0
+    ) -> ServiceManager:
+        """What the environment says; a watchdog that is meant for another process is not ours.
+
+        Args:
+            environment: Stands in for `os.environ`.
+            predecessor_s: Over 0 in a successor, whose watchdog still bears its predecessor's pid.
+        """
         watchdog_s = 0.0
-        if environment.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid()):
+        ours = ("", str(os.getpid()))
+        if predecessor_s > 0 or environment.get("WATCHDOG_PID", "") in ours:
             with contextlib.suppress(ValueError):
                 watchdog_s = max(0.0, int(environment.get("WATCHDOG_USEC", "0")) / 1e6)
         return cls(environment.get("NOTIFY_SOCKET", ""), watchdog_s=watchdog_s)
+
+    def standby(self) -> None:
+        """A successor waits for its predecessor to end; from now on systemd watches this process.
+
+        Said before the predecessor ends: systemd takes the end of its main process for the
+        service's.
+        """
+        self._send(f"MAINPID={os.getpid()}", "STATUS=Waiting for the daemon before to end")
 
     @property
     def listens(self) -> bool:
