@@ -79,7 +79,7 @@ ADOPTION_GRACE_S: Final = 5.0
 they are attached again within a second, a stopped one may take a little longer."""
 
 # --- control loop ---------------------------------------------------------------------------
-LOOKUP_SLICE_KEYS: Final = 2_048
+LOOKUP_SLICE_KEYS: Final = 8_192
 """Keys looked up before other clients are served: about 0.3 ms of the control loop."""
 SEND_HIGH_WATER_MARK: Final = 1_000
 RECEIVE_HIGH_WATER_MARK: Final = 1_000

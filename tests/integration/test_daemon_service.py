@@ -64,9 +64,9 @@ def test_a_lookup_that_ends_in_a_miss_returns_the_prefix(connect: Connect) -> No
 
 
 def test_a_lookup_of_many_slices_finds_all(make_daemon: Callable[..., DaemonProcess]) -> None:
-    count = 3 * limits.LOOKUP_SLICE_KEYS + 17
+    count = 2 * limits.LOOKUP_SLICE_KEYS + 17
     keys = keys_of(*range(1, count + 1))
-    with make_daemon(pool_bytes="32MiB").wait_ready().client() as client:
+    with make_daemon(pool_bytes="96MiB").wait_ready().client() as client:
         namespace = client.open(count + 1)
         got = client.publish(namespace, keys)
         found = client.ask(m.BlocksReply, m.Lookup, namespace, 0, KEY_SPACE, keys)
