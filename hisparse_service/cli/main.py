@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import hisparse_service
-from hisparse_service.cli import config_command, handover, operations, purge, serve
+from hisparse_service.cli import config_command, handover, operations, plan, purge, serve
 from hisparse_service.cli.exit_codes import exit_code_of
 from hisparse_service.contract.errors import HiSparseError
 
@@ -48,6 +48,7 @@ app.command("blocks")(operations.blocks)
 app.command("evict")(operations.evict)
 app.command("drain")(operations.drain)
 app.command("purge")(purge.purge)
+app.command("plan")(plan.plan)
 app.command("handover")(handover.handover)
 
 _PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
