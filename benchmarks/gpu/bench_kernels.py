@@ -584,9 +584,9 @@ def sweep_gather(
     lists.append(("cold.uniform", pages, [uniform_plan(pages, 64, s) for s in range(4)]))
     started = time.perf_counter()
     combinations = itertools.product(
-        ((512, 4, 1), (256, 8, 1), (256, 4, 1), (512, 2, 1), (512, 8, 1)),
-        (33, 66, 24, 48, 16, 132),
-        (1 << 30, 0),
+        ((512, 4, 1), (256, 8, 1), (512, 8, 1), (256, 4, 1)),
+        (33, 16, 24, 48, 66, 132),
+        (0, 1 << 30),
     )
     for (threads, unroll, resident), blocks, least in combinations:
         tuning = replace(
@@ -624,6 +624,23 @@ def sweep_resolve(report: Report, pages: GroupPages, base: CudaTuning) -> None:
         bench_resolve(
             report, CudaBackend(DEVICE, tuning=tuning), pages, tag=f".t{threads}.f{factor:g}"
         )
+
+
+def time_repeated(pages: GroupPages, base: CudaTuning) -> None:
+    """One call against five of the same step: what a call costs once its code is cached."""
+    made = CudaBackend(DEVICE, tuning=base)
+    for requests in (1, 64, 256):
+        context = 65_536 if requests <= 64 else 32_768
+        work = Workload(made, pages, requests=requests, context=context, hot_rows=4_096)
+        work.warm()
+
+        def five(_: int, work: Workload = work) -> None:
+            for _ in range(5):
+                work.resolve()
+
+        one = median(time_us(work.resolve, before=work.again, repeats=15))
+        many = median(time_us(five, before=work.again, repeats=15))
+        print(f"repeated {requests}: one {one:.2f} us, each further {(many - one) / 4:.2f} us")
 
 
 def profile_resolve(pages: GroupPages, base: CudaTuning) -> None:
@@ -702,6 +719,7 @@ def main(arguments: list[str]) -> None:
         "model": lambda: bench_model(report, backend, pool),
         "sweep_resolve": lambda: sweep_resolve(report, single_pages(small, 16_500), tuning),
         "sweep_profile": lambda: profile_resolve(single_pages(small, 16_500), tuning),
+        "sweep_repeated": lambda: time_repeated(single_pages(small, 16_500), tuning),
         "sweep_blocks": lambda: sweep_blocks(report, small, tuning),
         "sweep": lambda: sweep_gather(report, pool, small, tuning, options.sweep_s),
     }

@@ -27,13 +27,16 @@ enum Counter {
     kInvalidatedRows,
 };
 
-// row / size and row % size; a shift where size is a power of two (shift >= 0).
-__device__ __forceinline__ i64 block_of(i64 row, i32 size, i32 shift) {
-    return shift >= 0 ? row >> shift : row / size;
-}
-
-__device__ __forceinline__ i32 block_of(i32 row, i32 size, i32 shift) {
-    return shift >= 0 ? row >> shift : row / size;
+// row / size. HS_POW2: every size is a power of two, shift its log2. The kernels run through their
+// code once a launch, so its length counts: the division is left out where it is not needed.
+template <typename Row> __device__ __forceinline__ Row block_of(Row row, i32 size, i32 shift) {
+#if HS_POW2
+    (void)size;
+    return row >> shift;
+#else
+    (void)shift;
+    return row / size;
+#endif
 }
 
 __device__ __forceinline__ u32 warp_sum(u32 value) {

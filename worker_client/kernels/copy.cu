@@ -6,13 +6,14 @@
 // 44. So a long list of short rows is split among the thread blocks into ranges of host addresses
 // with equally many rows, and each block walks up through its range.
 //
-// Compiled with HS_COPY_UNROLL, HS_THREADS and HS_BLOCKS_PER_SM.
+// Compiled with HS_COPY_UNROLL, HS_THREADS, HS_BLOCKS_PER_SM, HS_LIST_CAPACITY and HS_POW2.
 #include "common.cuh"
 
 constexpr i32 kThreads = HS_THREADS;
 constexpr i32 kWarps = kThreads / 32;
 constexpr i32 kUnroll = HS_COPY_UNROLL;
-constexpr i32 kListCapacity = 8192;
+constexpr i32 kListCapacity = HS_LIST_CAPACITY;
+constexpr i32 kWarpCapacity = kListCapacity / kWarps;
 constexpr i32 kBins = 2048;
 constexpr i32 kScanUnroll = 8;
 static_assert(kThreads == 1024 || kThreads == 512 || kThreads == 256, "block scan");
@@ -92,6 +93,7 @@ __device__ __forceinline__ void copy_rows(
     const i32 thread = threadIdx.x % 32;
     const i32 lanes_a_row = layers * a.row_lanes;
     const i32 total = count * lanes_a_row;
+#pragma unroll 1
     for (i32 base = 0; base < total; base += 32 * kUnroll) {
         uint4 data[kUnroll];
         u64 to[kUnroll];
@@ -130,15 +132,14 @@ __device__ __forceinline__ void entry_offsets(
 }
 
 struct Lists {
-    u32 entries[kListCapacity];
+    u32 entries[kListCapacity];  // a region for each warp
     u32 bins[kBins];
     u32 starts[1025];  // entries of lists before, in this group of lists
     u32 warp_sums[32];
-    u32 length;
     u32 low;
     u32 high;
     u16 bin_of[kListCapacity];
-    u16 order[kListCapacity];
+    u16 order[kListCapacity];  // index in `entries`, by bin
 };
 static_assert(sizeof(Lists) <= HS_LIST_BYTES, "dynamic shared memory, see cuda.py");
 static_assert(kBins % kThreads == 0, "bins of a thread");
@@ -166,7 +167,8 @@ __device__ __forceinline__ u32 sum_counts(const RowArgs& a, Lists& s, i32 first,
     for (i32 i = threadIdx.x; i < kBins; i += kThreads) s.bins[i] = 0;
     if (threadIdx.x == 0) {
         s.starts[lists] = total;
-        s.length = 0;
+        s.low = kBins;
+        s.high = 0;
     }
     __syncthreads();
     return total;
@@ -219,63 +221,54 @@ __device__ __forceinline__ bool copy_few(const RowArgs& a) {
     return true;
 }
 
-// Entries in list order, spread over all warps of the grid.
-template <Direction D>
-__device__ __forceinline__ void copy_in_order(
-    const RowArgs& a, const Lists& s, i32 first, i32 lists, u32 total
+// The entry at a place of all lists in their order.
+__device__ __forceinline__ i64 entry_in_order(
+    const RowArgs& a, const Lists& s, i32 first, i32 lists, u32 index
 ) {
-    const i32 thread = threadIdx.x % 32;
-    const u32 warps = gridDim.x * kWarps;
-    const u32 rows = batch_rows(a, a.num_layers, total, warps);
-    for (u32 base = (threadIdx.x / 32 * gridDim.x + blockIdx.x) * rows; base < total;
-         base += warps * rows) {
-        const u32 index = base + thread;
-        const u32 count = min(rows, total - base);
-        i64 host = -1, device = -1;
-        if (thread < (i32)count) {
-            i32 low = 0, high = lists;  // the last list that starts at or before index
-            while (high - low > 1) {
-                const i32 middle = (low + high) / 2;
-                if (s.starts[middle] <= index) low = middle; else high = middle;
-            }
-            const i64 entry = (i64)(first + low) * a.list_stride + (index - s.starts[low]);
-            entry_offsets(a, entry, host, device);
-        }
-        copy_rows<D>(a, host, device, count, 0, a.num_layers);
+    i32 low = 0, high = lists;  // the last list that starts at or before index
+    while (high - low > 1) {
+        const i32 middle = (low + high) / 2;
+        if (s.starts[middle] <= index) low = middle; else high = middle;
     }
+    return (i64)(first + low) * a.list_stride + (index - s.starts[low]);
 }
 
-// Calls visit(entry, offset) for every entry of these lists; whole warps, `offset` negative for none.
-template <typename Visit>
-__device__ __forceinline__ void for_each_entry(
-    const RowArgs& a, const Lists& s, i32 first, i32 lists, Visit visit
-) {
-    const i32 thread = threadIdx.x % 32;
-    constexpr u32 kSegment = 32 * kScanUnroll;
-    const u32 segments = (u32)((a.list_stride + kSegment - 1) / kSegment);
-    const i64* rows = a.host_rows + (i64)first * a.list_stride;
-    for (u64 item = threadIdx.x / 32; item < (u64)segments * lists; item += kWarps) {
-        const i32 list = (i32)(item / segments);
-        const u32 begin = (u32)(item % segments) * kSegment;
-        const u32 count = s.starts[list + 1] - s.starts[list];
-        if (begin >= count) continue;
-        const u64 list_base = (u64)list * a.list_stride;
-        i64 row[kScanUnroll];
-#pragma unroll
-        for (i32 u = 0; u < kScanUnroll; ++u) {
-            const u32 index = begin + u * 32 + thread;
-            row[u] = index < count ? rows[list_base + index] : -1;
-        }
-#pragma unroll
-        for (i32 u = 0; u < kScanUnroll; ++u) {
-            visit((u32)list_base + begin + u * 32 + thread,
-                  row[u] < 0 ? -1 : host_offset(a, row[u]));
-        }
-    }
+constexpr u32 kSegment = 32 * kScanUnroll;
+
+__device__ __forceinline__ u32 segments_of(const RowArgs& a) {
+    return (u32)((a.list_stride + kSegment - 1) / kSegment);
 }
 
 __device__ __forceinline__ u32 bin_of(const RowArgs& a, i64 offset) {
     return min((u32)(offset >> a.bin_shift), (u32)kBins - 1);
+}
+
+// Counts every eighth entry by bin: enough to share the rows out.
+__device__ __forceinline__ void count_bins(const RowArgs& a, Lists& s, i32 first, i32 lists) {
+    const i32 thread = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const u32 segments = segments_of(a);
+    const u64 items = (u64)segments * lists;
+    const i64* rows = a.host_rows + (i64)first * a.list_stride;
+#pragma unroll 1
+    for (u64 base = warp; base < items; base += kWarps * kScanUnroll) {
+        i64 row[kScanUnroll];
+#pragma unroll
+        for (i32 u = 0; u < kScanUnroll; ++u) {
+            const u64 item = base + u * kWarps;
+            row[u] = -1;
+            if (item >= items) continue;
+            const u32 list = (u32)item / segments;
+            const u32 index = ((u32)item - list * segments) * kSegment + thread * kScanUnroll;
+            if (index < s.starts[list + 1] - s.starts[list]) {
+                row[u] = rows[(u64)list * a.list_stride + index];
+            }
+        }
+#pragma unroll
+        for (i32 u = 0; u < kScanUnroll; ++u) {
+            if (row[u] >= 0) atomicAdd(&s.bins[bin_of(a, host_offset(a, row[u]))], 1u);
+        }
+    }
+    __syncthreads();
 }
 
 // Sums before each bin, in place; returns the sum of all.
@@ -302,24 +295,17 @@ __device__ __forceinline__ u32 scan_bins(Lists& s) {
     return total;
 }
 
-// Gives each block a run of bins with about the same number of rows: bin i belongs to the block that
-// its first row falls to. Every block counts all entries, so no block waits for another.
+// Gives each thread block a run of bins with about the same number of rows: a bin belongs to the block
+// that its first counted row falls to. Every block counts for itself: none waits for another. A bin
+// with no counted row goes with the one before it.
 __device__ __forceinline__ void choose_range(
     const RowArgs& a, Lists& s, i32 first, i32 lists, u32& low, u32& high
 ) {
-    for_each_entry(a, s, first, lists, [&](u32, i64 offset) {
-        if (offset >= 0) atomicAdd(&s.bins[bin_of(a, offset)], 1u);
-    });
-    if (threadIdx.x == 0) {
-        s.low = kBins;
-        s.high = 0;
-    }
-    __syncthreads();
-    const u32 total = scan_bins(s);
+    count_bins(a, s, first, lists);
+    const u32 total = max(scan_bins(s), 1u);
     for (u32 i = threadIdx.x; i < kBins; i += kThreads) {
-        const u32 begin = s.bins[i], end = i + 1 < kBins ? s.bins[i + 1] : total;
-        const u32 owner = (u32)((u64)begin * gridDim.x / max(total, 1u));
-        if (begin < end && owner == blockIdx.x) {
+        const u32 owner = min((u32)((u64)s.bins[i] * gridDim.x / total), gridDim.x - 1);
+        if (owner == blockIdx.x) {
             atomicMin(&s.low, i);
             atomicMax(&s.high, i + 1);
         }
@@ -327,77 +313,106 @@ __device__ __forceinline__ void choose_range(
     __syncthreads();
     low = s.low;
     high = s.high;
+}
+
+// Puts entries of this block's range into the warp's region until it may not hold the next segment.
+// Returns how many; `item` is the segment to go on with.
+__device__ __forceinline__ u32 collect_entries(
+    const RowArgs& a, Lists& s, i32 first, i32 lists, u32 low, u32 high, u64& item
+) {
+    const i32 thread = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const u32 segments = segments_of(a);
+    const u64 items = (u64)segments * lists;
+    const i64* rows = a.host_rows + (i64)first * a.list_stride;
+    const i64 begin = (i64)low << a.bin_shift;
+    // 2,048 finer bins over the range.
+    const i32 shift = max(0, a.bin_shift - 11 + (high - low > 1 ? 32 - __clz(high - low - 1) : 0));
+    u32 length = 0;
+#pragma unroll 1
+    for (; item < items && length + kSegment <= kWarpCapacity; item += kWarps) {
+        const u32 list = (u32)(item / segments);
+        const u32 from = ((u32)item - list * segments) * kSegment;
+        const u32 count = s.starts[list + 1] - s.starts[list];
+        if (from >= count) continue;
+        const u32 entry = list * (u32)a.list_stride + from + thread;
+        i64 row[kScanUnroll];
+#pragma unroll
+        for (i32 u = 0; u < kScanUnroll; ++u) {
+            row[u] = from + u * 32 + thread < count ? rows[entry + u * 32] : -1;
+        }
+#pragma unroll
+        for (i32 u = 0; u < kScanUnroll; ++u) {
+            const i64 offset = row[u] < 0 ? 0 : host_offset(a, row[u]);
+            const u32 coarse = bin_of(a, offset);
+            const bool mine = row[u] >= 0 && low <= coarse && coarse < high;
+            const u32 mask = __ballot_sync(kFullWarp, mine);
+            if (mine) {
+                const u32 fine = (u32)min((offset - begin) >> shift, (i64)kBins - 1);
+                const u32 at = warp * kWarpCapacity + length + __popc(mask & lanes_below());
+                s.entries[at] = entry + u * 32;
+                s.bin_of[at] = (u16)fine;
+                atomicAdd(&s.bins[fine], 1u);
+            }
+            length += __popc(mask);
+        }
+    }
+    return length;
+}
+
+// Fills `order` with the next entries of this block's range, by bin. Returns how many.
+__device__ __forceinline__ u32 next_entries(
+    const RowArgs& a, Lists& s, i32 first, i32 lists, u32 low, u32 high, u64& item
+) {
     for (i32 i = threadIdx.x; i < kBins; i += kThreads) s.bins[i] = 0;
     __syncthreads();
-}
-
-// Puts the entries of this block's range on its list, with the finer bin of each.
-template <Direction D>
-__device__ __forceinline__ void collect_entries(
-    const RowArgs& a, Lists& s, i32 first, i32 lists, u32 low, u32 high
-) {
-    const i32 thread = threadIdx.x % 32;
-    const i64 begin = (i64)low << a.bin_shift;
-    // 2048 finer bins over the range.
-    const i32 shift = max(0, a.bin_shift - 11 + (high - low > 1 ? 32 - __clz(high - low - 1) : 0));
-    for_each_entry(a, s, first, lists, [&](u32 entry, i64 offset) {
-        const u32 coarse = offset < 0 ? kBins : bin_of(a, offset);
-        const bool mine = low <= coarse && coarse < high;
-        const u32 mask = __ballot_sync(kFullWarp, mine);
-        if (mask == 0) return;
-        u32 at = 0;
-        if (thread == 0) at = atomicAdd(&s.length, __popc(mask));
-        at = __shfl_sync(kFullWarp, at, 0) + __popc(mask & lanes_below());
-        if (mine && at < kListCapacity) {
-            const u32 fine = (u32)min((offset - begin) >> shift, (i64)kBins - 1);
-            s.entries[at] = entry;
-            s.bin_of[at] = (u16)fine;
-            atomicAdd(&s.bins[fine], 1u);
-        }
-        // The list is full (nearly all rows in few bins): copy the rest at once.
-        u32 rest = __ballot_sync(kFullWarp, mine && at >= kListCapacity);
-        for (; rest; rest &= rest - 1) {
-            const u32 over = __shfl_sync(kFullWarp, entry, __ffs(rest) - 1);
-            i64 host, device;
-            entry_offsets(a, (i64)first * a.list_stride + over, host, device);
-            copy_rows<D>(a, host, device, 1, 0, a.num_layers);
-        }
-    });
+    const u32 length = collect_entries(a, s, first, lists, low, high, item);
     __syncthreads();
-}
-
-// Orders the list by bin.
-__device__ __forceinline__ void group_entries(Lists& s, u32 length) {
-    scan_bins(s);
-    for (u32 i = threadIdx.x; i < length; i += kThreads) {
+    const u32 total = scan_bins(s);
+    const u32 region = threadIdx.x / 32 * kWarpCapacity;
+    for (u32 i = region + threadIdx.x % 32; i < region + length; i += 32) {
         s.order[atomicAdd(&s.bins[s.bin_of[i]], 1u)] = (u16)i;
     }
     __syncthreads();
+    return total;
 }
 
+// Copies the entries of up to kThreads lists.
 template <Direction D>
-__device__ __forceinline__ void copy_by_address(const RowArgs& a, Lists& s, i32 first, i32 lists) {
-    u32 low, high;
-    choose_range(a, s, first, lists, low, high);
-    if (low >= high) return;
-    collect_entries<D>(a, s, first, lists, low, high);
-    const i32 thread = threadIdx.x % 32;
-    const u32 length = min(s.length, (u32)kListCapacity);
-    group_entries(s, length);
+__device__ __forceinline__ void copy_some_lists(
+    const RowArgs& a, Lists& s, i32 first, i32 lists
+) {
+    const i32 thread = threadIdx.x % 32, warp = threadIdx.x / 32;
+    u32 total = sum_counts(a, s, first, lists);
+    const bool sorted = total >= (u32)a.sort_min_rows;
+    u32 low = 0, high = 0;
+    u64 item = warp;
+    if (sorted) choose_range(a, s, first, lists, low, high);
     // Layers that lie apart in host memory are walked through one after the other.
-    const i32 layers = a.adjacent ? a.num_layers : 1;
-    const u32 rows = batch_rows(a, layers, length, kWarps);
-    for (i32 layer = 0; layer < a.num_layers; layer += layers) {
-        for (u32 base = threadIdx.x / 32 * rows; base < length; base += kWarps * rows) {
-            const u32 count = min(rows, length - base);
-            i64 host = -1, device = -1;
-            if (thread < (i32)count) {
-                const u32 entry = s.entries[s.order[base + thread]];
-                entry_offsets(a, (i64)first * a.list_stride + entry, host, device);
-            }
-            copy_rows<D>(a, host, device, count, layer, layers);
+    const i32 layers = a.adjacent || !sorted ? a.num_layers : 1;
+    const u32 warps = sorted ? kWarps : gridDim.x * kWarps;
+    const u32 my_warp = sorted ? warp : warp * gridDim.x + blockIdx.x;
+    bool more = false;
+    do {
+        if (sorted) {
+            total = next_entries(a, s, first, lists, low, high, item);
+            more = item < (u64)segments_of(a) * lists;
         }
-    }
+        const u32 rows = batch_rows(a, layers, total, warps);
+        for (i32 layer = 0; layer < a.num_layers; layer += layers) {
+#pragma unroll 1
+            for (u32 base = my_warp * rows; base < total; base += warps * rows) {
+                const u32 count = min(rows, total - base);
+                i64 host = -1, device = -1;
+                if (thread < (i32)count) {
+                    const i64 entry =
+                        sorted ? (i64)first * a.list_stride + s.entries[s.order[base + thread]]
+                               : entry_in_order(a, s, first, lists, base + thread);
+                    entry_offsets(a, entry, host, device);
+                }
+                copy_rows<D>(a, host, device, count, layer, layers);
+            }
+        }
+    } while (__syncthreads_or(more));
 }
 
 template <Direction D>
@@ -405,14 +420,9 @@ __device__ __forceinline__ void copy_lists(const RowArgs& a) {
     extern __shared__ __align__(16) u8 shared[];
     Lists& s = *(Lists*)shared;
     if (copy_few<D>(a)) return;
+#pragma unroll 1
     for (i32 first = 0; first < a.num_lists; first += kThreads) {
-        const i32 lists = min(kThreads, a.num_lists - first);
-        const u32 total = sum_counts(a, s, first, lists);
-        if (total >= (u32)a.sort_min_rows) {
-            copy_by_address<D>(a, s, first, lists);
-        } else {
-            copy_in_order<D>(a, s, first, lists, total);
-        }
+        copy_some_lists<D>(a, s, first, min(kThreads, a.num_lists - first));
         __syncthreads();
     }
 }

@@ -46,8 +46,8 @@ NARROW_KEY_ROWS: Final = 2**32 - 1
 ADDRESS_BINS: Final = 2_048
 """Pieces of the host pages that rows are sorted by first (kBins of copy.cu)."""
 
-LIST_BYTES: Final = 78 * 1024
-"""Dynamic shared memory of a block that copies rows (struct Lists of copy.cu)."""
+LIST_CAPACITIES: Final = (16_384, 8_192)
+"""Rows that one block sorts at a time: the first that fits in shared memory."""
 
 _RESERVED_SHARED_BYTES: Final = 1_024
 _MIN_TABLE_FACTOR: Final = 1.25
@@ -196,7 +196,13 @@ class _ResetArgs(ctypes.Structure):
 
 
 def resolve_spec(
-    *, threads: int, wide_keys: bool, global_hash: bool, profile: bool = False
+    *,
+    threads: int,
+    wide_keys: bool = False,
+    global_hash: bool = False,
+    wide_rows: bool = False,
+    power_of_two: bool = True,
+    profile: bool = False,
 ) -> KernelSpec:
     """A variant of resolve.cu."""
     return KernelSpec.make(
@@ -206,13 +212,17 @@ def resolve_spec(
             "HS_BLOCKS_PER_SM": 1024 // threads,
             "HS_WIDE_KEYS": int(wide_keys),
             "HS_GLOBAL_HASH": int(global_hash),
+            "HS_WIDE_ROWS": int(wide_rows),
+            "HS_POW2": int(power_of_two),
             "HS_PROFILE": int(profile),
             "HS_SIZEOF_ARGS": ctypes.sizeof(_ResolveArgs),
         },
     )
 
 
-def copy_spec(tuning: CudaTuning) -> KernelSpec:
+def copy_spec(
+    tuning: CudaTuning, *, list_capacity: int = LIST_CAPACITIES[0], power_of_two: bool = True
+) -> KernelSpec:
     """The variant of copy.cu for these sizes."""
     return KernelSpec.make(
         "copy.cu",
@@ -222,20 +232,28 @@ def copy_spec(tuning: CudaTuning) -> KernelSpec:
             "HS_BLOCKS_PER_SM": tuning.copy_blocks_per_sm,
             "HS_SIZEOF_ROWS": ctypes.sizeof(_RowArgs),
             "HS_SIZEOF_BLOCKS": ctypes.sizeof(_BlockArgs),
-            "HS_LIST_BYTES": LIST_BYTES,
+            "HS_LIST_BYTES": list_bytes(list_capacity),
+            "HS_LIST_CAPACITY": list_capacity,
+            "HS_POW2": int(power_of_two),
         },
     )
+
+
+def list_bytes(capacity: int) -> int:
+    """Dynamic shared memory of a block that copies rows (struct Lists of copy.cu)."""
+    return 8 * capacity + 4 * ADDRESS_BINS + 5 * 1024
 
 
 _STATE_THREADS: Final = 512
 
 
-def state_spec() -> KernelSpec:
+def state_spec(*, power_of_two: bool = True) -> KernelSpec:
     """The variant of state.cu."""
     return KernelSpec.make(
         "state.cu",
         {
             "HS_THREADS": _STATE_THREADS,
+            "HS_POW2": int(power_of_two),
             "HS_SIZEOF_INVALIDATE": ctypes.sizeof(_InvalidateArgs),
             "HS_SIZEOF_RESET": ctypes.sizeof(_ResetArgs),
         },
@@ -384,6 +402,10 @@ class CudaBackend:
         self._num_sms = _device_attribute(index, "MULTIPROCESSOR_COUNT")
         self._shared_per_block = _device_attribute(index, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
         self._shared_per_sm = _device_attribute(index, "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR")
+        self._list_capacity = next(
+            (n for n in LIST_CAPACITIES if list_bytes(n) <= self._shared_per_block),
+            LIST_CAPACITIES[-1],
+        )
         self._compiler = compiler or KernelCompiler(
             default_cache_directory(), driver_version=_driver_version()
         )
@@ -398,13 +420,14 @@ class CudaBackend:
         if self._prepared:
             return
         for threads in (1024, 512):
-            self._entry(
-                resolve_spec(threads=threads, wide_keys=False, global_hash=False), "hs_resolve"
-            )
-        for name in ("hs_rows_to_device", "hs_rows_to_host"):
-            self._entry(copy_spec(self.tuning), name)
-        for name in ("hs_blocks_to_device", "hs_blocks_to_host"):
-            self._entry(copy_spec(self.tuning), name)
+            self._entry(resolve_spec(threads=threads), "hs_resolve")
+        for name in (
+            "hs_rows_to_device",
+            "hs_rows_to_host",
+            "hs_blocks_to_device",
+            "hs_blocks_to_host",
+        ):
+            self._entry(self._copy_spec(64), name)
         for name in ("hs_invalidate", "hs_reset"):
             self._entry(state_spec(), name)
         self._prepared = True
@@ -429,8 +452,7 @@ class CudaBackend:
             workspace = torch.empty(
                 (max_num_reqs, worst.workspace_bytes), dtype=torch.uint8, device=self.device
             )
-            wide = resolve_spec(threads=1024, wide_keys=False, global_hash=True)
-            self._entry(wide, "hs_resolve")
+            self._entry(resolve_spec(threads=1024, global_hash=True), "hs_resolve")
         return allocate_hot_state(
             max_num_reqs=max_num_reqs, hot_rows=hot_rows, device=self.device, workspace=workspace
         )
@@ -575,13 +597,20 @@ class CudaBackend:
             args.list_stride = args.fixed_count = count
             self._launch_rows("hs_rows_to_device", args)
 
+    def _copy_spec(self, block_size: int) -> KernelSpec:
+        return copy_spec(
+            self.tuning,
+            list_capacity=self._list_capacity,
+            power_of_two=power_of_two_shift(block_size) >= 0,
+        )
+
     def _launch_rows(self, name: str, args: _RowArgs) -> None:
         self._launch(
-            self._entry(copy_spec(self.tuning), name),
+            self._entry(self._copy_spec(args.block_size), name),
             args,
             blocks=self.tuning.gather_blocks,
             threads=self.tuning.copy_threads,
-            shared_bytes=LIST_BYTES,
+            shared_bytes=list_bytes(self._list_capacity),
         )
 
     # --- blocks ----------------------------------------------------------------------------------
@@ -621,7 +650,7 @@ class CudaBackend:
             args.device_blocks = self._on_device("device_blocks", device_blocks)
             args.num_pairs = device_blocks.shape[0]
             self._launch(
-                self._entry(copy_spec(self.tuning), name),
+                self._entry(self._copy_spec(layers.block_size), name),
                 args,
                 blocks=blocks,
                 threads=self.tuning.copy_threads,
@@ -646,7 +675,8 @@ class CudaBackend:
         )
         per_block = 4 * _STATE_THREADS
         blocks = min(-(-state.host_rows.numel() // per_block), 2 * self._num_sms)
-        entry = self._entry(state_spec(), "hs_invalidate")
+        spec = state_spec(power_of_two=args.block_shift >= 0)
+        entry = self._entry(spec, "hs_invalidate")
         self._launch(entry, args, blocks=blocks, threads=_STATE_THREADS)
 
     def reset(self, *, state: HotState, request_slots: torch.Tensor) -> None:

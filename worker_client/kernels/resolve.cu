@@ -10,6 +10,8 @@
 //   HS_BLOCKS_PER_SM  blocks that must fit a multiprocessor at once
 //   HS_WIDE_KEYS      1 where a host row may need more than 32 bits
 //   HS_GLOBAL_HASH    1 where the step's rows do not fit in shared memory: tables in the workspace
+//   HS_WIDE_ROWS      1 where physical rows are int64
+//   HS_POW2           1 where the block size is a power of two
 //   HS_PROFILE        1 to note the clock at each phase in the workspace, 16 words a request
 #include "common.cuh"
 
@@ -185,43 +187,60 @@ __device__ __forceinline__ u32 next_bucket(u32 bucket, u32 buckets) {
     return bucket == buckets ? 0 : bucket;
 }
 
-// A bucket is filled in the order of its ways before the next one is used. `seen` may be older than
-// the bucket: then the exchange fails and the next way is tried.
-__device__ __forceinline__ u32 insert(
-    const Tables& t, u32 buckets, Key key, u32 lane, u32 bucket, Bucket seen
-) {
+// A bucket is filled in the order of its ways before the next one is used. What follows the first
+// bucket is rare, and kept out of the way.
+__device__ __noinline__ u32 insert_slowly(Key* keys, u32 buckets, Key key, u32 bucket) {
     while (true) {
-#pragma unroll
         for (u32 way = 0; way < kWays; ++way) {
-            const u32 entry = bucket * kWays + way;
-            Key old = seen.way[way];
-            if (old == kEmptyKey) {
-                old = atomicCAS(&t.keys[entry], kEmptyKey, key);
-                if (old == kEmptyKey) old = key;
-            }
-            if (old == key) {
-                atomicMin(&t.values[entry], lane);
-                return entry;
-            }
+            const Key old = atomicCAS(&keys[bucket * kWays + way], kEmptyKey, key);
+            if (old == kEmptyKey || old == key) return bucket * kWays + way;
         }
         bucket = next_bucket(bucket, buckets);
-        seen = load_bucket(t, bucket);
     }
 }
 
-__device__ __forceinline__ u32 find(
-    const Tables& t, u32 buckets, Key key, u32 bucket, Bucket seen
-) {
+__device__ __noinline__ u32 find_slowly(const Key* keys, u32 buckets, Key key, u32 bucket) {
     while (true) {
-        u32 entry = kNone;
-#pragma unroll
         for (u32 way = 0; way < kWays; ++way) {
-            if (seen.way[way] == key) entry = bucket * kWays + way;
+            const Key found = peek(&keys[bucket * kWays + way]);
+            if (found == key) return bucket * kWays + way;
+            if (found == kEmptyKey) return kNone;
         }
-        if (entry != kNone || seen.way[kWays - 1] == kEmptyKey) return entry;
         bucket = next_bucket(bucket, buckets);
-        seen = load_bucket(t, bucket);
     }
+}
+
+// `seen` may be older than the bucket: then the exchange fails.
+__device__ __forceinline__ u32 insert(
+    const Tables& t, u32 buckets, Key key, u32 lane, u32 bucket, const Bucket& seen
+) {
+    u32 way = kWays;
+#pragma unroll
+    for (u32 i = kWays; i-- > 0;) {
+        if (seen.way[i] == key || seen.way[i] == kEmptyKey) way = i;
+    }
+    u32 entry = bucket * kWays + way;
+    Key old = 0;
+    if (way < kWays) old = atomicCAS(&t.keys[entry], kEmptyKey, key);
+    if (way == kWays || (old != kEmptyKey && old != key)) {
+        entry = insert_slowly(t.keys, buckets, key, bucket);
+    }
+    atomicMin(&t.values[entry], lane);
+    return entry;
+}
+
+__device__ __forceinline__ u32 find(
+    const Tables& t, u32 buckets, Key key, u32 bucket, const Bucket& seen
+) {
+    u32 entry = kNone;
+#pragma unroll
+    for (u32 way = 0; way < kWays; ++way) {
+        if (seen.way[way] == key) entry = bucket * kWays + way;
+    }
+    if (entry == kNone && seen.way[kWays - 1] != kEmptyKey) {
+        entry = find_slowly(t.keys, buckets, key, next_bucket(bucket, buckets));
+    }
+    return entry;
 }
 
 // --- output --------------------------------------------------------------------------------------
@@ -230,16 +249,17 @@ __device__ __forceinline__ void write_lane(
     const ResolveArgs& a, const Request& r, i32 lane, i64 value
 ) {
     const i64 index = r.first_row * a.top_k + lane;
-    if (a.wide_rows) {
-        ((i64*)a.physical_rows)[index] = value;
-    } else {
-        ((i32*)a.physical_rows)[index] = (i32)value;
-    }
+#if HS_WIDE_ROWS
+    ((i64*)a.physical_rows)[index] = value;
+#else
+    ((i32*)a.physical_rows)[index] = (i32)value;
+#endif
 }
 
 __device__ __forceinline__ void write_padding(const ResolveArgs& a, i64 row) {
     Request r;
     r.first_row = row;
+#pragma unroll 1
     for (i32 column = threadIdx.x; column < a.top_k; column += kThreads) {
         write_lane(a, r, column, -1);
     }
@@ -264,26 +284,30 @@ template <i32 N> struct Vector;
 template <> struct Vector<2> { using Type = int2; };
 template <> struct Vector<4> { using Type = int4; };
 
+// One by one: strided rows, lanes past the end, addresses that are not aligned.
+__device__ __noinline__ Positions load_positions_slowly(
+    const i32* from, i32 skipped_a_row, i32 top_k, i32 lane, i32 end
+) {
+    Positions p;
+#pragma unroll
+    for (i32 v = 0; v < kLanes; ++v) {
+        p.of[v] = -1;
+        if (lane + v < end) p.of[v] = from[v + (i64)((lane + v) / top_k) * skipped_a_row];
+    }
+    return p;
+}
+
 // Positions of the thread's lanes; -1 past the end.
 __device__ __forceinline__ Positions load_positions(
     const ResolveArgs& a, i64 first_row, i32 rows, i32 lane, i32 end
 ) {
-    Positions p;
-    const bool flat = rows == 1 || a.positions_stride == a.top_k;
+    const i32 skipped = rows == 1 ? 0 : (i32)(a.positions_stride - a.top_k);
     const i32* from = a.positions + first_row * a.positions_stride + lane;
-    if (flat && lane + kLanes <= end && ((u64)from & (4 * kLanes - 1)) == 0) {
-        *(Vector<kLanes>::Type*)p.of = *(const Vector<kLanes>::Type*)from;
-        return p;
+    if (skipped || lane + kLanes > end || ((u64)from & (4 * kLanes - 1))) {
+        return load_positions_slowly(from, skipped, a.top_k, lane, end);
     }
-#pragma unroll
-    for (i32 v = 0; v < kLanes; ++v) {
-        p.of[v] = -1;
-        if (lane + v < end) {
-            const i32 row = (lane + v) / a.top_k;
-            const i64 skipped = row * (a.positions_stride - a.top_k);
-            p.of[v] = flat ? from[v] : from[v + skipped];
-        }
-    }
+    Positions p;
+    *(Vector<kLanes>::Type*)p.of = *(const Vector<kLanes>::Type*)from;
     return p;
 }
 
@@ -429,6 +453,7 @@ __device__ __forceinline__ void answer_hits(
     const ResolveArgs& a, const Tables& t, const Request& r, Small& s, i32 begin, i32 end
 ) {
     u32 counts = 0, firsts = 0;
+#pragma unroll 1
     for (i32 base = begin; base < end; base += 32 * kLanes) {
         const i32 lane = base + threadIdx.x % 32 * kLanes;
 #pragma unroll
@@ -460,6 +485,7 @@ __device__ __forceinline__ void answer_hits(
 
 // Lists the misses in order of first appearance; `rank` is the number in the warps before.
 __device__ __forceinline__ void list_misses(const Tables& t, i32 begin, i32 end, u32 rank) {
+#pragma unroll 1
     for (i32 base = begin; base < end; base += 32 * kLanes) {
         const i32 lane = base + threadIdx.x % 32 * kLanes;
         u32 entries[kLanes], count = 0, total;
@@ -486,6 +512,7 @@ __device__ __forceinline__ void list_misses(const Tables& t, i32 begin, i32 end,
 __device__ __forceinline__ void count_ages(const Tables& t, Small& s, i32 begin, i32 end) {
     const u32 thread = threadIdx.x % 32;
     u32 low = 0, high = 0;
+#pragma unroll 1
     for (i32 base = begin; base < end; base += 32 * kSlots) {
         const u32 ages = t.ages[base / kSlots + thread];
 #pragma unroll
@@ -610,6 +637,7 @@ __device__ __forceinline__ void choose_victims(
         cut.take = (u32)(refined >> 32);
     }
     u32 count = 0, total;
+#pragma unroll 1
     for (i32 base = begin; base < end; base += 32 * kSlots) {
         count += count_classified(classify(last_use, t, cut, base + thread * kSlots));
     }
@@ -620,6 +648,7 @@ __device__ __forceinline__ void choose_victims(
     HS_STAMP(8);
     const u32 packed = thread < kWarps ? s.warp_victims[thread] : 0;
     u32 before = __shfl_sync(kFullWarp, warp_exclusive_scan(packed, total), warp);
+#pragma unroll 1
     for (i32 base = begin; base < end; base += 32 * kSlots) {
         const i32 slot = base + thread * kSlots;
         const u32 flags = classify(last_use, t, cut, slot);
@@ -644,6 +673,7 @@ __device__ __forceinline__ void plan_misses(
     const ResolveArgs& a, const Tables& t, const Request& r, u32 num_misses
 ) {
     const i64 list = (i64)blockIdx.x * a.max_misses;
+#pragma unroll 1
     for (u32 index = threadIdx.x; index < num_misses; index += kThreads) {
         const u32 entry = peek(&t.missing[index]);
         const i32 slot = peek(&t.victims[index]);
@@ -661,6 +691,7 @@ __device__ __forceinline__ void plan_misses(
 __device__ __forceinline__ void answer_duplicates(
     const ResolveArgs& a, const Tables& t, const Request& r, i32 begin, i32 end
 ) {
+#pragma unroll 1
     for (i32 base = begin; base < end; base += 32 * kLanes) {
         const i32 lane = base + threadIdx.x % 32 * kLanes;
 #pragma unroll
@@ -697,10 +728,21 @@ __device__ __forceinline__ void finish(
 }
 
 // Rows of no request, requests of no step: -1 and 0 on every launch, so that a replay has no leftovers.
-__device__ __forceinline__ void write_leftovers(const ResolveArgs& a, i64 used) {
-    for (i64 row = used + blockIdx.x; row < a.num_query_rows; row += gridDim.x) {
+__device__ __forceinline__ void write_leftovers(
+    const ResolveArgs& a, i64 used, i64 pad_from, i64 pad_to
+) {
+    // First the rows of this block's own request if it is padding.
+    const bool own = pad_from < pad_to;
+#pragma unroll 1
+    for (i64 row = own ? pad_from : used + blockIdx.x; row < a.num_query_rows;) {
         write_padding(a, row);
+        if (row < pad_to) {
+            row = row + 1 < pad_to ? row + 1 : used + blockIdx.x;
+        } else {
+            row += gridDim.x;
+        }
     }
+#pragma unroll 1
     for (i64 i = a.num_requests + (i64)blockIdx.x * kThreads + threadIdx.x;
          i < a.max_num_requests; i += (i64)gridDim.x * kThreads) {
         a.miss_counts[i] = 0;
@@ -712,9 +754,11 @@ __device__ __forceinline__ void clear_shared(const ResolveArgs& a, const Tables&
     constexpr i32 kKeysPerStore = 16 / sizeof(Key);
     const uint4 empty = make_uint4(~0u, ~0u, ~0u, ~0u);
     const uint4 no_lane = make_uint4(kNoLane, kNoLane, kNoLane, kNoLane);
+#pragma unroll 4
     for (i32 i = threadIdx.x; i < a.table_slots / kKeysPerStore; i += kThreads) {
         ((uint4*)t.keys)[i] = empty;
     }
+#pragma unroll 4
     for (i32 i = threadIdx.x; i < a.table_slots / 4; i += kThreads) {
         ((uint4*)t.values)[i] = no_lane;
     }
@@ -764,12 +808,14 @@ __device__ __forceinline__ void resolve_request(
     SlotBatch slots = load_slots(a, r, slot_begin + thread * kSlots, slot_end);
     const i32 clock = a.clock[r.slot] + 1;
     const bool has_hot = r.hot_table[0] > 0;
+#pragma unroll 1
     for (i32 i = threadIdx.x; i < a.cached_hot_blocks; i += kThreads) {
         t.hot_table[i] = r.hot_table[i];
     }
     __syncthreads();
     HS_STAMP(2);
     bool any = false;
+#pragma unroll 1
     for (i32 base = lane_begin; base < lane_end; base += 32 * kLanes) {
         const i32 lane = base + thread * kLanes;
         if (base > lane_begin) {
@@ -781,6 +827,7 @@ __device__ __forceinline__ void resolve_request(
     const bool none = !__syncthreads_or(any);
     HS_STAMP(3);
     if (!none) {
+#pragma unroll 1
         for (i32 base = slot_begin; base < slot_end; base += 32 * kSlots) {
             const i32 slot = base + thread * kSlots;
             if (base > slot_begin) slots = load_slots(a, r, slot, slot_end);
@@ -800,6 +847,7 @@ hs_resolve(const __grid_constant__ ResolveArgs a) {
     __shared__ Small s;
     HS_STAMP(0);
     const i64 used_rows = a.query_starts[a.num_requests];
+    i64 pad_from = 0, pad_to = 0;
     if ((i32)blockIdx.x < a.num_requests) {
         Request r;
         r.slot = a.request_slots[blockIdx.x];
@@ -835,10 +883,11 @@ hs_resolve(const __grid_constant__ ResolveArgs a) {
             }
             resolve_request(a, r, t, s, positions);
         } else {
-            for (i32 i = 0; i < r.rows; ++i) write_padding(a, r.first_row + i);
+            pad_from = r.first_row;
+            pad_to = r.first_row + r.rows;
             if (threadIdx.x == 0) a.miss_counts[blockIdx.x] = 0;
         }
     }
-    write_leftovers(a, used_rows);
+    write_leftovers(a, used_rows, pad_from, pad_to);
     HS_STAMP(11);
 }
