@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format unit bench clean
+.PHONY: help demo test lint format unit conformance bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -36,6 +36,10 @@ format: $(STAMP) ## Rewrite the code as ruff formats it
 
 unit: $(STAMP) ## The pure tests only
 	$(BIN)/python -m pytest -n $(JOBS) tests/unit
+
+conformance: ## vLLM's own code over the service; makes .venv-vllm at the first run
+	PYTHON=$(PYTHON) sh deploy/setup-vllm-venv.sh
+	.venv-vllm/bin/python -m pytest -o filterwarnings=ignore -o timeout=240 tests/conformance
 
 bench: $(STAMP) ## Speed of the control plane and the pool, as ratios, both sides in one run
 	$(BIN)/python -m benchmarks

@@ -222,6 +222,7 @@ class Worker:
         self.connector.register_kv_caches(self.caches)
         self.requests: dict[str, _Request] = {}
         self.rows_checked = 0
+        self.selected = 0
 
     @staticmethod
     def _table_width(group: Any, pages: int) -> int:
@@ -291,7 +292,10 @@ class Worker:
                 self.requests.pop(request_id, None)
         for new in output.scheduled_new_reqs:
             self.requests[new.req_id] = _Request(
-                list(new.prompt_token_ids), [list(ids) for ids in new.block_ids], self._state()
+                # A request that was preempted comes again as a new one, its output included.
+                list(new.prefill_token_ids or new.prompt_token_ids),
+                [list(ids) for ids in new.block_ids],
+                self._state(),
             )
         cached = output.scheduled_cached_reqs
         for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
@@ -365,6 +369,8 @@ class Worker:
                     layer, digests[request_id][position], cache
                 )
             self._check_context(layer, order, starts, counts, digests)
+            if all(count == 1 for count in counts):
+                self._check_selection(layer, order, starts, digests)
             handle.finish_kv_update()
 
     def _write_index_keys(self, written: Any, digests: Any) -> None:
@@ -398,9 +404,39 @@ class Worker:
                     assert block, (layer, request_id, position)
                     found = host[block * size + offset]
                 expected = model.row(layer, digests[request_id][position], found)
-                assert torch.equal(found, expected), (layer, request_id, position, resident)
+                assert model.same(found, expected), (layer, request_id, position, resident)
                 self.rows_checked += 1
         self._check_index_keys(order, starts, counts, digests)
+
+    def _check_selection(self, layer: str, order: Any, starts: Any, digests: Any) -> None:
+        """Top-k through vLLM's runtime, as attention asks for it: the rows must be the tokens'."""
+        handle, top_k = self.handle(layer), self.spec.top_k
+        leader = handle.runtime.index_group.leader
+        positions = torch.full((len(order), top_k), -1, dtype=torch.int32)
+        for i, request_id in enumerate(order):
+            length = starts[request_id] + 1
+            chosen = sorted(
+                {(starts[request_id] * 7 + lane * 13) % length for lane in range(top_k)}
+            )
+            positions[i, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
+        assert leader is handle.runtime or handle.runtime in leader.index_group.followers
+        physical, valid = handle.swap_in(
+            torch.arange(len(order), dtype=torch.int32),
+            handle.source_block_table, positions, block_size=self.spec.block_size,
+            num_valid_rows=torch.tensor(len(order)), return_valid_counts=True,
+        )  # fmt: skip
+        rows = handle.runtime.hot.attention_cache.view(-1, handle.runtime.row_width)
+        for i, request_id in enumerate(order):
+            wanted = positions[i].tolist()
+            assert int(valid[i]) == sum(position >= 0 for position in wanted)
+            for lane, position in enumerate(wanted):
+                at = int(physical[i, lane])
+                if position < 0:
+                    assert at == -1
+                    continue
+                expected = model.row(layer, digests[request_id][position], rows)
+                assert model.same(rows[at], expected), (layer, request_id, position, at)
+                self.selected += 1
 
     def _check_index_keys(self, order: Any, starts: Any, counts: Any, digests: Any) -> None:
         group_id, size = 1, self.spec.block_size
@@ -413,7 +449,7 @@ class Worker:
                     block = self.requests[request_id].blocks[group_id][position // size]
                     found = flat[block, position % size]
                     expected = model.row(name, digests[request_id][position], found)
-                    assert torch.equal(found, expected), (name, request_id, position)
+                    assert model.same(found, expected), (name, request_id, position)
 
     def _sample(self, order: Any, counts: Any, starts: Any) -> dict[str, int]:
         sampled = {}
@@ -455,6 +491,7 @@ class Engine:
             config, generate_scheduler_kv_cache_config([self.worker.cache_config]),             StructuredOutputManager(config),
             spec.block_size, spec.block_size, log_stats=True,
         )  # fmt: skip
+        self.is_shut_down = False
         self.outputs: dict[str, list[int]] = {}
         self.cached_tokens: dict[str, int] = {}
 
@@ -518,6 +555,7 @@ class Engine:
         return self.outputs[request_id]
 
     def shutdown(self) -> None:
+        self.is_shut_down = True
         self.scheduler.shutdown()
         self.worker.shutdown()
         for peer in self.peers:

@@ -37,6 +37,11 @@ def row(layer: str, digest: bytes, like: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(data.copy()).view(like.dtype)
 
 
+def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether the bytes are equal: rows of any bytes are also numbers that equal nothing."""
+    return torch.equal(found.contiguous().view(torch.uint8), expected.view(torch.uint8))
+
+
 def next_token(tokens: Sequence[int]) -> int:
     """What this model says after these tokens."""
     return (sum(tokens) * 31 + len(tokens) * 7) % VOCABULARY

@@ -185,9 +185,9 @@ class CacheOps:
                     int(hot_table[slot // block_size]) * attention_stride + slot % block_size
                 )
                 counts[token] = at + 1
-                stats[1] += 1
+                stats[1] = int(stats[1]) + 1  # no uint64 addition on a CPU
             else:
-                stats[0] += 1
+                stats[0] = int(stats[0]) + 1
             order.remove(slot)
             order.append(slot)
             used.append(slot)

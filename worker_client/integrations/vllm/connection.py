@@ -10,9 +10,10 @@ Any thread.
 from __future__ import annotations
 
 import enum
-from typing import Any
+import time
+from typing import Any, Final
 
-from hisparse_service.contract.errors import ConfigError
+from hisparse_service.contract.errors import ConfigError, NotReady
 from worker_client import connect
 from worker_client.client import Client, Namespace
 from worker_client.integrations.vllm.identity import (
@@ -23,6 +24,8 @@ from worker_client.integrations.vllm.identity import (
     row_format,
 )
 from worker_client.integrations.vllm.settings import Settings
+
+_NOT_READY_PAUSE_S: Final = 0.1
 
 
 class Role(enum.Enum):
@@ -46,6 +49,7 @@ def open_namespace(
     Raises:
         ConfigError: The topology or the endpoint cannot work.
         ServiceUnavailable: No daemon answers.
+        NotReady: It was still populating its pool at the end of `attach_timeout_s`.
     """
     check_topology(vllm_config)
     if settings.endpoint.startswith("embedded://"):
@@ -62,18 +66,25 @@ def open_namespace(
         world_size=1 + world_size,
         delegates_copies=role is Role.SCHEDULER,
     )
+    deadline_s = time.monotonic() + settings.attach_timeout_s
     try:
-        namespace = client.open_namespace(
-            model=model_identity(vllm_config, settings),
-            kv_dtype=row_format(kv_cache_config, plan),
-            geometry=plan.geometry,
-            tenant=settings.tenant,
-            salt=settings.salt,
-        )
+        while True:
+            try:
+                return client, client.open_namespace(
+                    model=model_identity(vllm_config, settings),
+                    kv_dtype=row_format(kv_cache_config, plan),
+                    geometry=plan.geometry,
+                    tenant=settings.tenant,
+                    salt=settings.salt,
+                )
+            except NotReady:
+                # A large pool takes minutes to populate; the engine starts behind it.
+                if time.monotonic() >= deadline_s:
+                    raise
+                time.sleep(_NOT_READY_PAUSE_S)
     except BaseException:
         client.close()
         raise
-    return client, namespace
 
 
 def check_num_blocks(found: int, plan: HostPlan) -> None:
