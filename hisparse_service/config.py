@@ -13,10 +13,11 @@ Pure but for `load_settings`, which reads one file: any thread.
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -107,6 +108,28 @@ class LogSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Lines a second of one event name; what goes beyond is counted and summed up."""
 
 
+class HttpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Metrics, health and the status page."""
+
+    listen: str = "127.0.0.1:9477"
+    """Address as host:port; port 0 takes a free one, an empty value none. While another process has
+    it, the daemon serves its workers and goes on trying."""
+    socket: str = ""
+    """Path of a UNIX socket (mode 0600) that serves the same; a relative one lies in runtime_dir."""
+    token_file: str = ""
+    """File whose first line all requests but those for health must carry as a bearer token.
+    Required where listen is not a loopback address."""
+
+
+class TracingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """OpenTelemetry spans of control messages. Needs hisparse-service[otel]."""
+
+    otlp_endpoint: str = ""
+    """OTLP/HTTP collector, such as "http://127.0.0.1:4318"; empty: no spans."""
+    sample_ratio: Annotated[float, Meta(ge=0, le=1)] = 0.01
+    """Share of the messages that get a span; those answered with an error always do."""
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All settings of one daemon."""
 
@@ -118,6 +141,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     limits: LimitSettings = LimitSettings()
     cuda: CudaSettings = CudaSettings()
     log: LogSettings = LogSettings()
+    http: HttpSettings = HttpSettings()
+    tracing: TracingSettings = TracingSettings()
 
     def resolved_runtime_dir(self, environment: Mapping[str, str] | None = None) -> Path:
         """The runtime directory to use, an absolute path."""
@@ -171,6 +196,38 @@ def parse_bytes(text: str) -> int:
             f"{text!r} is {size} bytes, not a whole number", remedy="Use a smaller unit"
         )
     return int(size)
+
+
+class Listen(msgspec.Struct, frozen=True):
+    """An address to listen on."""
+
+    host: str
+    port: int
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach it."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+
+def parse_listen(text: str) -> Listen | None:
+    """The address in "127.0.0.1:9477", "[::1]:9477" or "localhost:0"; None of an empty text.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if not text:
+        return None
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9_.-]+)):([0-9]{1,5})", text)
+    if match is None or int(match.group(3)) > 65_535:
+        raise ConfigError(
+            f"{text!r} is not an address to listen on",
+            remedy='Write host:port, such as "127.0.0.1:9477" or "[::1]:9477"',
+        )
+    return Listen(match.group(1) or match.group(2), int(match.group(3)))
 
 
 def _leaves(prefix: str, struct_type: type[msgspec.Struct]) -> Iterator[tuple[str, Any, Any]]:
@@ -354,6 +411,7 @@ def _check_relations(settings: Settings, origins: Mapping[str, str]) -> None:
             f"heartbeats of {times.heartbeat_interval_s} s",
             "Raise the timeout or shorten the heartbeat interval",
         )
+    _check_http(settings.http, refuse)
     for name in ("lease_ttl_s", "writer_lease_ttl_s"):
         if getattr(times, name) <= times.session_timeout_s:
             refuse(
@@ -379,4 +437,19 @@ def _check_relations(settings: Settings, origins: Mapping[str, str]) -> None:
             ("cuda.device", "cuda.register"),
             f"cuda.device is {cuda.device} and cuda.register is off",
             "Switch cuda.register on, or leave the device out",
+        )
+
+
+def _check_http(http: HttpSettings, refuse: Callable[[tuple[str, ...], str, str], None]) -> None:
+    try:
+        listen = parse_listen(http.listen)
+    except ConfigError as error:
+        refuse(("http.listen",), error.message, error.remedy)
+        return
+    if listen is not None and not listen.is_loopback and not http.token_file:
+        refuse(
+            ("http.listen", "http.token_file"),
+            f"http.listen is {http.listen}, which others than this machine can reach, and "
+            "http.token_file is not set",
+            "Name a file with a token, or listen on 127.0.0.1",
         )
