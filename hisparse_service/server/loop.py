@@ -1,20 +1,18 @@
 """The control loop: one thread that receives, answers, and never waits for anything but work.
 
-Woken by one epoll over: the ROUTER and XPUB descriptors, the ROUTER's monitor, the pidfds, the
-signal pipe, and an eventfd by which helper threads hand over. No driver call, file system call or
-tier call runs here (I7).
+It waits in a receive on the ROUTER. Everything else (subscriptions, ended connections, ended
+processes, signals, calls from helper threads) reaches it through the waker. No driver call, file
+system call or tier call runs here (I7).
 
-libzmq's descriptors are edge-triggered: they speak only after ZMQ_EVENTS said "nothing" with
-nothing sent since. So the loop asks ZMQ_EVENTS after each reply, and waits only when that was the
-last thing done to the ROUTER. Asking costs 1.4 us where a receive that raises Again costs 5.3, and
-flags are plain numbers because or-ing pyzmq's costs 0.5 us each time (2 cores, pyzmq 27).
+While a long request is being carried out it does not wait: it asks ZMQ_EVENTS (1.4 us, where a
+receive that raises Again costs 5.3), answers what has arrived, and goes on with the next slice.
+Flags are plain numbers because or-ing pyzmq's costs 0.5 us each time (2 cores, pyzmq 27).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import socket
 import time
@@ -28,15 +26,14 @@ import zmq
 from hisparse_service.server.clients import end_connection, end_process
 from hisparse_service.server.dispatch import Dispatcher, SendResult
 from hisparse_service.server.state import ServerState
-from hisparse_service.server.transport import ConnectionChange, Transport
+from hisparse_service.server.transport import WAKE_ROUTING_ID, ConnectionChange, Transport
+from hisparse_service.server.waker import Waker
 from hisparse_service.telemetry.logs import get_logger
 
 BURST_MESSAGES: Final = 64
-"""Messages answered before timers, deaths and long requests get their turn."""
+"""Messages answered between two slices of long requests."""
 TICK_S: Final = 0.5
 """How often silence, leases and helper threads are looked at."""
-MAX_EXTRA_FRAMES: Final = 1_024
-"""Frames of one message that are read off before it is answered as malformed."""
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 _NO_WAIT: Final = int(zmq.NOBLOCK)
@@ -48,7 +45,7 @@ log = get_logger()
 
 
 class ControlLoop:
-    """Made and run on the main thread. Owns its epoll, eventfd, signal pipe and signal handlers.
+    """Made and run on the main thread. Owns its waker, eventfd, signal pipe and signal handlers.
 
     Args:
         state: The sessions whose deaths it notices.
@@ -75,13 +72,9 @@ class ControlLoop:
         self._signal_in, self._signal_out = socket.socketpair()
         self._signal_in.setblocking(False)
         self._signal_out.setblocking(False)
-        self._epoll = select.epoll()
-        self._on_readable: dict[int, Callable[[], None]] = {}
+        self._waker = Waker(transport.wake)
         self._next_tick_s = 0.0
         self._is_stopping = False
-        self._has_sent = False
-        self._is_readable = False
-        """The ROUTER's descriptor woke the loop: receive without asking first."""
         self.stop_reason = ""
         self.last_turn_s = time.monotonic()
         """When the loop last came round; health reads it from another thread."""
@@ -92,19 +85,12 @@ class ControlLoop:
         signal.set_wakeup_fd(self._signal_out.fileno(), warn_on_full_buffer=False)
 
     def _watch_descriptors(self) -> None:
-        transport = self._transport
-        self._watch(int(transport.router.getsockopt(zmq.FD)), self._note_readable)
-        self._watch(
-            int(transport.publisher.getsockopt(zmq.FD)), self._state.events.read_subscriptions
-        )
-        self._watch(transport.monitor_fd, self._read_monitor)
-        self._watch(self._state.watcher.fileno(), self._read_pidfds)
-        self._watch(self._wake_fd, self._run_calls)
-        self._watch(self._signal_in.fileno(), self._read_signals)
-
-    def _watch(self, fd: int, on_readable: Callable[[], None]) -> None:
-        self._epoll.register(fd, select.EPOLLIN)
-        self._on_readable[fd] = on_readable
+        transport, watch = self._transport, self._waker.watch
+        watch(int(transport.publisher.getsockopt(zmq.FD)), self._state.events.read_subscriptions)
+        watch(transport.monitor_fd, self.read_monitor)
+        watch(self._state.watcher.fileno(), self._read_pidfds)
+        watch(self._wake_fd, self._run_calls)
+        watch(self._signal_in.fileno(), self._read_signals)
 
     # --- from other threads -----------------------------------------------------------------
 
@@ -125,49 +111,41 @@ class ControlLoop:
         """Serve until `stop`."""
         # libzmq's descriptors stay silent until their socket was once found empty.
         self._state.events.read_subscriptions()
-        self._read_monitor()
+        self.read_monitor()
+        self._router.setsockopt(zmq.RCVTIMEO, int(TICK_S * 1000))
         while not self._is_stopping:
             self._turn(dispatcher)
 
     def _turn(self, dispatcher: Dispatcher) -> None:
-        is_drained = self._receive_burst(dispatcher)
+        if dispatcher.has_waiting:
+            self._receive_burst(dispatcher)
+            dispatcher.run_slice(time.monotonic())
+        else:
+            with contextlib.suppress(zmq.Again):  # nothing came for TICK_S
+                self._handle(self._router.recv(), dispatcher)
         now_s = time.monotonic()
         self.last_turn_s = now_s
-        wait_s = self._next_tick_s - now_s
-        if wait_s <= 0:
+        if now_s >= self._next_tick_s:
             self._next_tick_s = now_s + TICK_S
+            self._waker.ensure_running()
             self._on_tick(now_s)
-            wait_s = TICK_S
-        if dispatcher.has_waiting:
-            dispatcher.run_slice(now_s)
-            self._poll(0)
-        elif not is_drained or self._has_sent or self._is_stopping:
-            self._poll(0)
-        else:
-            self._poll(wait_s)
 
-    def _receive_burst(self, dispatcher: Dispatcher) -> bool:
-        """Answer what has arrived, at most BURST_MESSAGES. True when nothing is left."""
-        receive, get_option, on_frame = self._router.recv, self._router.get, dispatcher.on_frame
-        if not self._is_readable and not cast("int", get_option(_EVENTS)) & _POLLIN:
-            self._has_sent = False
-            return True
-        self._is_readable = False
+    def _receive_burst(self, dispatcher: Dispatcher) -> None:
+        """Answer what has arrived, at most BURST_MESSAGES."""
         for _ in range(BURST_MESSAGES):
-            try:
-                routing_id = receive(_NO_WAIT)
-            except zmq.Again:  # woken by something else than a message
-                self._has_sent = False
-                return True
-            frame = receive(_NO_WAIT, False)
-            if frame.more:
-                dispatcher.on_wrong_frames(routing_id, self._skip_frames())
-            else:
-                on_frame(routing_id, frame)
-            if not cast("int", get_option(_EVENTS)) & _POLLIN:
-                self._has_sent = False
-                return True
-        return False
+            if not cast("int", self._router.get(_EVENTS)) & _POLLIN:
+                return
+            self._handle(self._router.recv(_NO_WAIT), dispatcher)
+
+    def _handle(self, routing_id: bytes, dispatcher: Dispatcher) -> None:
+        """Answer the message whose first frame was received."""
+        frame = self._router.recv(_NO_WAIT, False)
+        if routing_id == WAKE_ROUTING_ID:
+            self._waker.run_ready()
+        elif frame.more:
+            dispatcher.on_wrong_frames(routing_id, self._skip_frames())
+        else:
+            dispatcher.on_frame(routing_id, frame)
 
     def _skip_frames(self) -> int:
         """Read off the rest of a message; the number of its frames."""
@@ -180,7 +158,6 @@ class ControlLoop:
 
     def send(self, routing_id: bytes, frame: bytes) -> SendResult:
         """Queue a reply; never waits."""
-        self._has_sent = True
         try:
             # ROUTER_MANDATORY decides on the first frame; the second then has its place.
             self._router.send(routing_id, _MORE_NO_WAIT)
@@ -194,16 +171,10 @@ class ControlLoop:
         self._state.metrics.sent_bytes += len(frame)
         return SendResult.SENT
 
-    def _poll(self, wait_s: float) -> None:
-        for fd, _ in self._epoll.poll(wait_s):
-            self._on_readable[fd]()
-
     # --- what wakes it ----------------------------------------------------------------------
 
-    def _note_readable(self) -> None:
-        self._is_readable = True
-
-    def _read_monitor(self) -> None:
+    def read_monitor(self) -> None:
+        """Take note of connections that were made and ended. Control loop."""
         ended = self._state.ended_connections
         for change, connection_fd in self._transport.connection_changes():
             if change is ConnectionChange.OPENED:
@@ -237,7 +208,7 @@ class ControlLoop:
             for number in STOP_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
             signal.set_wakeup_fd(-1)
-            self._epoll.close()
+            self._waker.close()
             self._signal_in.close()
             self._signal_out.close()
             os.close(self._wake_fd)

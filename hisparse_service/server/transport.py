@@ -1,4 +1,4 @@
-"""The daemon's two sockets: a ROUTER for requests, an XPUB for events, and the ROUTER's monitor.
+"""The daemon's sockets: a ROUTER for requests, an XPUB for events, and the ROUTER's monitor.
 
 Only here are socket options set. Bind after the instance's lock is held: a
 second bind on a live ipc path succeeds and leaves the first daemon deaf without an error.
@@ -31,6 +31,11 @@ _IPC_FILTER_UID: Final = 59
 """ZMQ_IPC_FILTER_UID, which pyzmq does not name: the kernel's word on the peer's uid decides."""
 
 
+WAKE_ROUTING_ID: Final = b"loop-waker"
+"""Of the socket that only the waker has; a client that takes this name is turned away."""
+_WAKE_ENDPOINT: Final = "inproc://loop-waker"
+
+
 class ConnectionChange(enum.Enum):
     """What the monitor says of a connection. Its number may be another's after its end."""
 
@@ -57,11 +62,18 @@ class Transport:
         self.publisher = self._context.socket(zmq.XPUB)
         self.monitor: zmq.Socket[bytes] | None = None
         self._bound: list[str] = []
+        self.wake = self._context.socket(zmq.DEALER)
+        """Connected to the ROUTER inside this process; the waker's."""
         try:
             self._set_options(allowed_uids)
             self.monitor = self.router.get_monitor_socket(
                 zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
             )
+            self.wake.setsockopt(zmq.ROUTING_ID, WAKE_ROUTING_ID)
+            self.wake.setsockopt(zmq.LINGER, 0)
+            # Before anybody can connect, so that the name is taken.
+            self.router.bind(_WAKE_ENDPOINT)
+            self.wake.connect(_WAKE_ENDPOINT)
             self._bind()
         except BaseException:
             self.close()
@@ -126,6 +138,7 @@ class Transport:
             self.router.disable_monitor()
             self.monitor.close(linger=0)  # pyzmq forgets it but leaves it open: term would hang
             self.monitor = None
+        self.wake.close()
         self.router.close()
         self.publisher.close()
         self._context.term()
