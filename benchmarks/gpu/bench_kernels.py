@@ -38,7 +38,7 @@ from benchmarks.gpu.workloads import (
     time_us,
 )
 from worker_client.kernels import cuda
-from worker_client.kernels.cuda import CudaBackend, CudaTuning
+from worker_client.kernels.cuda import CopyLaunch, CudaBackend, CudaTuning
 from worker_client.kernels.interface import (
     GroupPages,
     ResolvePlan,
@@ -474,7 +474,10 @@ def bench_beside_product(report: Report, backend: CudaBackend, pool: Pool) -> No
 
     alone = median(time_us(lambda _: products(), repeats=7))
     for blocks in (16, 32, 48, 66, 132):
-        made = CudaBackend(DEVICE, tuning=replace(backend.tuning, gather_blocks=blocks))
+        made = CudaBackend(
+            DEVICE,
+            tuning=replace(backend.tuning, sorted=replace(backend.tuning.sorted, blocks=blocks)),
+        )
         made.prepare()
         rate, us, _ = time_gather(made, work.pages, plans, repeats=5)
         gathers = max(2, int(alone / us) + 2)
@@ -584,19 +587,12 @@ def sweep_gather(
     lists.append(("cold.uniform", pages, [uniform_plan(pages, 64, s) for s in range(4)]))
     started = time.perf_counter()
     combinations = itertools.product(
-        ((512, 4, 1), (256, 8, 1), (512, 8, 1), (256, 4, 1)),
-        (33, 16, 24, 48, 66, 132),
-        (0, 1 << 30),
+        ((512, 4), (256, 8), (512, 2)), (33, 24, 16, 48, 66), (0, 1 << 30)
     )
-    for (threads, unroll, resident), blocks, least in combinations:
+    for (threads, unroll), blocks, least in combinations:
+        launch = CopyLaunch(threads=threads, unroll=unroll, blocks=blocks)
         tuning = replace(
-            base,
-            copy_threads=threads,
-            copy_unroll=unroll,
-            copy_blocks_per_sm=resident,
-            gather_blocks=blocks,
-            sort_min_rows=least,
-            sort_max_row_bytes=1 << 30,
+            base, sorted=launch, wide=launch, sort_min_rows=least, sort_max_row_bytes=1 << 30
         )
         made = CudaBackend(DEVICE, tuning=tuning)
         made.prepare()
@@ -671,7 +667,7 @@ def profile_resolve(pages: GroupPages, base: CudaTuning) -> None:
 
 def sweep_blocks(report: Report, pool: Pool, base: CudaTuning) -> None:
     for blocks in (16, 32, 66, 132):
-        tuning = replace(base, mirror_blocks=blocks, restore_blocks=blocks)
+        tuning = replace(base, blocks=replace(base.blocks, blocks=blocks))
         print(f"-- {blocks} blocks")
         bench_mirror(report, CudaBackend(DEVICE, tuning=tuning), pool)
 

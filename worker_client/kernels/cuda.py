@@ -49,10 +49,26 @@ ADDRESS_BINS: Final = 2_048
 LIST_CAPACITIES: Final = (16_384, 8_192)
 """Rows that one block sorts at a time: the first that fits in shared memory."""
 
+_NEVER: Final = 2**31 - 1
 _RESERVED_SHARED_BYTES: Final = 1_024
 _MIN_TABLE_FACTOR: Final = 1.25
 
-__all__ = ["CudaBackend", "CudaTuning"]
+__all__ = ["CopyLaunch", "CudaBackend", "CudaTuning"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyLaunch:
+    """Size of a launch that copies. Few blocks: the link is slow, and the rest computes.
+
+    Attributes:
+        threads: Threads of a block, 256 or 512.
+        unroll: 16-byte loads in flight for each thread.
+        blocks: Thread blocks.
+    """
+
+    threads: int
+    unroll: int
+    blocks: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,28 +79,22 @@ class CudaTuning:
         resolve_threads: Threads of a block; None = 1,024, or 512 (two blocks a multiprocessor)
             where there are more requests than multiprocessors.
         table_factor: Hash slots for each wanted row, where shared memory allows.
-        copy_threads: Threads of a copying block.
-        copy_unroll: 16-byte loads in flight for each thread.
-        copy_blocks_per_sm: Copying blocks that must fit a multiprocessor at once.
-        gather_blocks: Thread blocks that gather and stage.
+        wide: Launch of rows that are copied in the order of the plan.
+        sorted: Launch of rows that are copied in the order of host addresses.
+        blocks: Launch that copies whole blocks.
         sort_min_rows: Launches with fewer rows copy them in the order of the plan, longer ones in
             the order of host addresses.
         sort_max_row_bytes: Rows that are longer (all layers, where they lie side by side) are
             copied in the order of the plan too: few enough of them keep the link busy.
-        mirror_blocks: Thread blocks that copy whole blocks to the host.
-        restore_blocks: Thread blocks that copy whole blocks to the device.
     """
 
     resolve_threads: int | None = None
     table_factor: float = 4.0
-    copy_threads: int = 512
-    copy_unroll: int = 4
-    copy_blocks_per_sm: int = 1
-    gather_blocks: int = 33
+    wide: CopyLaunch = CopyLaunch(threads=256, unroll=8, blocks=66)
+    sorted: CopyLaunch = CopyLaunch(threads=512, unroll=4, blocks=33)
+    blocks: CopyLaunch = CopyLaunch(threads=512, unroll=8, blocks=32)
     sort_min_rows: int = 2_048
     sort_max_row_bytes: int = 2_048
-    mirror_blocks: int = 66
-    restore_blocks: int = 66
 
 
 class _ResolveArgs(ctypes.Structure):
@@ -110,8 +120,8 @@ class _ResolveArgs(ctypes.Structure):
             (name, ctypes.c_int32)
             for name in (
                 "num_source_blocks", "num_device_blocks", "source_pages", "resident_pages",
-                "hot_blocks", "cached_hot_blocks", "block_size", "block_shift", "hot_rows",
-                "max_num_reqs", "num_requests", "num_query_rows", "max_num_requests", "top_k",
+                "hot_blocks", "cached_hot_blocks", "cached_pages", "block_size", "block_shift",
+                "hot_rows", "max_num_reqs", "num_requests", "num_query_rows", "max_num_requests", "top_k",
                 "max_misses", "max_lanes", "padded_lanes", "table_slots", "wide_rows",
                 "rows_guess", "vector_slots",
             )
@@ -221,15 +231,15 @@ def resolve_spec(
 
 
 def copy_spec(
-    tuning: CudaTuning, *, list_capacity: int = LIST_CAPACITIES[0], power_of_two: bool = True
+    launch: CopyLaunch, *, list_capacity: int = LIST_CAPACITIES[0], power_of_two: bool = True
 ) -> KernelSpec:
-    """The variant of copy.cu for these sizes."""
+    """The variant of copy.cu for a launch size."""
     return KernelSpec.make(
         "copy.cu",
         {
-            "HS_THREADS": tuning.copy_threads,
-            "HS_COPY_UNROLL": tuning.copy_unroll,
-            "HS_BLOCKS_PER_SM": tuning.copy_blocks_per_sm,
+            "HS_THREADS": launch.threads,
+            "HS_COPY_UNROLL": launch.unroll,
+            "HS_BLOCKS_PER_SM": 1,
             "HS_SIZEOF_ROWS": ctypes.sizeof(_RowArgs),
             "HS_SIZEOF_BLOCKS": ctypes.sizeof(_BlockArgs),
             "HS_LIST_BYTES": list_bytes(list_capacity),
@@ -266,12 +276,14 @@ class TableLayout:
 
     Attributes:
         table_slots: Slots of the hash of wanted rows.
+        cached_pages: Pages whose places are kept in shared memory: all of the tables, or none.
         shared_bytes: Dynamic shared memory.
         workspace_bytes: Bytes in the workspace for each request slot; 0 with the hash in shared
             memory.
     """
 
     table_slots: int
+    cached_pages: int
     shared_bytes: int
     workspace_bytes: int
 
@@ -286,6 +298,7 @@ def plan_tables(
     max_lanes: int,
     hot_rows: int,
     cached_hot_blocks: int,
+    num_pages: int,
     key_bytes: int,
     table_factor: float,
     budget_bytes: int,
@@ -296,6 +309,7 @@ def plan_tables(
         max_lanes: Most rows that one transaction may want.
         hot_rows: Hot slots of a request.
         cached_hot_blocks: Entries of the hot block table kept in shared memory.
+        num_pages: Pages of the block tables; kept there too where two slots a row are left.
         key_bytes: 4 or 8.
         table_factor: Slots wanted for each row.
         budget_bytes: Dynamic shared memory of a block.
@@ -304,16 +318,26 @@ def plan_tables(
     always = -(-hot_rows // 4_096) * 4_096 + _padded(4 * cached_hot_blocks)
     lanes = _padded(4 * _padded_lanes(max_lanes)) + 2 * _padded(2 * max_lanes)
     slot_bytes = key_bytes + 4
-    room = (budget_bytes - always - lanes - 64) // slot_bytes // 4 * 4
-    least = int(max_lanes * _MIN_TABLE_FACTOR) + 4
-    if room >= least:
+    slot_bytes = key_bytes + 4
+    pages = _padded(4 * num_pages)
+    for cached, least in ((num_pages, 2.0), (0, _MIN_TABLE_FACTOR)):
+        fixed = always + lanes + (pages if cached else 0)
+        room = (budget_bytes - fixed - 64) // slot_bytes // 4 * 4
+        if room < int(max_lanes * least) + 4:
+            continue
         slots = min(room, max(int(max_lanes * table_factor) // 4 * 4, 64))
-        shared = always + lanes + _padded(key_bytes * slots) + _padded(4 * slots)
-        return TableLayout(table_slots=slots, shared_bytes=shared, workspace_bytes=0)
+        return TableLayout(
+            table_slots=slots,
+            cached_pages=cached,
+            shared_bytes=fixed + _padded(key_bytes * slots) + _padded(4 * slots),
+            workspace_bytes=0,
+        )
     slots = max(2 * max_lanes // 4 * 4, 64)
+    cached = num_pages if always + pages <= budget_bytes else 0
     return TableLayout(
         table_slots=slots,
-        shared_bytes=always,
+        cached_pages=cached,
+        shared_bytes=always + (pages if cached else 0),
         workspace_bytes=lanes + _padded(key_bytes * slots) + _padded(4 * slots),
     )
 
@@ -421,13 +445,11 @@ class CudaBackend:
             return
         for threads in (1024, 512):
             self._entry(resolve_spec(threads=threads), "hs_resolve")
-        for name in (
-            "hs_rows_to_device",
-            "hs_rows_to_host",
-            "hs_blocks_to_device",
-            "hs_blocks_to_host",
-        ):
-            self._entry(self._copy_spec(64), name)
+        for launch in (self.tuning.wide, self.tuning.sorted):
+            for name in ("hs_rows_to_device", "hs_rows_to_host"):
+                self._entry(self._copy_spec(launch, 64), name)
+        for name in ("hs_blocks_to_device", "hs_blocks_to_host"):
+            self._entry(self._copy_spec(self.tuning.blocks, 64), name)
         for name in ("hs_invalidate", "hs_reset"):
             self._entry(state_spec(), name)
         self._prepared = True
@@ -443,6 +465,7 @@ class CudaBackend:
             max_lanes=hot_rows,
             hot_rows=hot_rows,
             cached_hot_blocks=MAX_CACHED_HOT_BLOCKS,
+            num_pages=0,
             key_bytes=8,
             table_factor=self.tuning.table_factor,
             budget_bytes=self._shared_budget(blocks_per_sm=1),
@@ -483,8 +506,15 @@ class CudaBackend:
             threads = 1024
         args = _resolve_args(state, tables, inputs, plan)
         args.cached_hot_blocks = cached
+        args.cached_pages = layout.cached_pages
         args.table_slots = layout.table_slots
-        spec = resolve_spec(threads=threads, wide_keys=wide_keys, global_hash=layout.in_workspace)
+        spec = resolve_spec(
+            threads=threads,
+            wide_keys=wide_keys,
+            global_hash=layout.in_workspace,
+            wide_rows=plan.physical_rows.dtype == torch.int64,
+            power_of_two=args.block_shift >= 0,
+        )
         self._launch(
             self._entry(spec, "hs_resolve"),
             args,
@@ -510,6 +540,7 @@ class CudaBackend:
                 max_lanes=max_lanes,
                 hot_rows=state.hot_rows,
                 cached_hot_blocks=cached,
+                num_pages=max(tables.source.shape[1], tables.resident.shape[1]),
                 key_bytes=8 if wide_keys else 4,
                 table_factor=self.tuning.table_factor,
                 budget_bytes=self._shared_budget(blocks_per_sm=blocks_per_sm),
@@ -597,19 +628,21 @@ class CudaBackend:
             args.list_stride = args.fixed_count = count
             self._launch_rows("hs_rows_to_device", args)
 
-    def _copy_spec(self, block_size: int) -> KernelSpec:
+    def _copy_spec(self, launch: CopyLaunch, block_size: int) -> KernelSpec:
         return copy_spec(
-            self.tuning,
+            launch,
             list_capacity=self._list_capacity,
             power_of_two=power_of_two_shift(block_size) >= 0,
         )
 
     def _launch_rows(self, name: str, args: _RowArgs) -> None:
+        is_sorted = args.sort_min_rows < _NEVER
+        launch = self.tuning.sorted if is_sorted else self.tuning.wide
         self._launch(
-            self._entry(self._copy_spec(args.block_size), name),
+            self._entry(self._copy_spec(launch, args.block_size), name),
             args,
-            blocks=self.tuning.gather_blocks,
-            threads=self.tuning.copy_threads,
+            blocks=launch.blocks,
+            threads=launch.threads,
             shared_bytes=list_bytes(self._list_capacity),
         )
 
@@ -619,22 +652,17 @@ class CudaBackend:
         self, *, pages: GroupPages, device_blocks: torch.Tensor, host_blocks: torch.Tensor
     ) -> None:
         """Copy whole blocks, device to host, all layers of ``pages``."""
-        self._copy_blocks(
-            "hs_blocks_to_host", self.tuning.mirror_blocks, pages, device_blocks, host_blocks
-        )
+        self._copy_blocks("hs_blocks_to_host", pages, device_blocks, host_blocks)
 
     def restore_blocks(
         self, *, pages: GroupPages, host_blocks: torch.Tensor, device_blocks: torch.Tensor
     ) -> None:
         """Copy whole blocks, host to device, all layers of ``pages``."""
-        self._copy_blocks(
-            "hs_blocks_to_device", self.tuning.restore_blocks, pages, device_blocks, host_blocks
-        )
+        self._copy_blocks("hs_blocks_to_device", pages, device_blocks, host_blocks)
 
     def _copy_blocks(
         self,
         name: str,
-        blocks: int,
         pages: GroupPages,
         device_blocks: torch.Tensor,
         host_blocks: torch.Tensor,
@@ -650,10 +678,10 @@ class CudaBackend:
             args.device_blocks = self._on_device("device_blocks", device_blocks)
             args.num_pairs = device_blocks.shape[0]
             self._launch(
-                self._entry(self._copy_spec(layers.block_size), name),
+                self._entry(self._copy_spec(self.tuning.blocks, layers.block_size), name),
                 args,
-                blocks=blocks,
-                threads=self.tuning.copy_threads,
+                blocks=self.tuning.blocks.blocks,
+                threads=self.tuning.blocks.threads,
             )
 
     # --- state -----------------------------------------------------------------------------------
@@ -846,7 +874,7 @@ def _row_args(layers: _Layers, tuning: CudaTuning) -> _RowArgs:
     args.bin_shift = max((layers.host_bytes - 1).bit_length() - ADDRESS_BINS.bit_length() + 1, 0)
     contiguous = layers.row_bytes * (len(layers.host) if layers.adjacent else 1)
     wide = contiguous > tuning.sort_max_row_bytes
-    args.sort_min_rows = 2**31 - 1 if wide else tuning.sort_min_rows
+    args.sort_min_rows = _NEVER if wide else tuning.sort_min_rows
     return args
 
 

@@ -75,6 +75,7 @@ struct ResolveArgs {
     i32 resident_pages;
     i32 hot_blocks;
     i32 cached_hot_blocks;
+    i32 cached_pages;  // all pages, or 0 where they do not fit in shared memory
     i32 block_size;
     i32 block_shift;
     i32 hot_rows;
@@ -116,6 +117,7 @@ struct Tables {
     u16* missing;     // entry of each miss, in order of first appearance
     u32* ages;        // age classes of four hot slots
     i32* hot_table;   // first `cached_hot_blocks` entries of the request's hot table
+    i32* places;      // place_of_page of the first `cached_pages` pages
 };
 
 struct Request {
@@ -155,6 +157,7 @@ __device__ __forceinline__ Tables place_tables(const ResolveArgs& a, u8* shared,
     t.missing = (u16*)take(big, (i64)a.max_lanes * 2);
     t.ages = (u32*)take(in_shared, share_of_warp(a.hot_rows, 32 * kSlots) * kWarps);
     t.hot_table = (i32*)take(in_shared, (i64)a.cached_hot_blocks * 4);
+    t.places = (i32*)take(in_shared, (i64)a.cached_pages * 4);
     return t;
 }
 
@@ -167,13 +170,12 @@ union Bucket {
     Key way[kWays];
 };
 
-__device__ __forceinline__ u32 home_of(Key key, u32 buckets) {
+__device__ __forceinline__ u32 hash_of(Key key) {
 #if HS_WIDE_KEYS
-    const u32 hash = mix32((u32)key ^ (u32)(key >> 32) * 0x85ebca6bu);
+    return mix32((u32)key ^ (u32)(key >> 32) * 0x85ebca6bu);
 #else
-    const u32 hash = mix32(key);
+    return mix32(key);
 #endif
-    return __umulhi(hash, buckets);
 }
 
 __device__ __forceinline__ Bucket load_bucket(const Tables& t, u32 bucket) {
@@ -187,59 +189,46 @@ __device__ __forceinline__ u32 next_bucket(u32 bucket, u32 buckets) {
     return bucket == buckets ? 0 : bucket;
 }
 
-// A bucket is filled in the order of its ways before the next one is used. What follows the first
-// bucket is rare, and kept out of the way.
-__device__ __noinline__ u32 insert_slowly(Key* keys, u32 buckets, Key key, u32 bucket) {
+// Tries the ways of a bucket, from any, before the next bucket. What follows the first try is rare, and
+// kept out of the way.
+__device__ __noinline__ u32 insert_slowly(Key* keys, u32 slots, Key key, u32 entry) {
+    u32 bucket = entry / kWays, way = entry % kWays;
     while (true) {
-        for (u32 way = 0; way < kWays; ++way) {
+        for (u32 i = 1; i < kWays; ++i) {
+            way = (way + 1) % kWays;
             const Key old = atomicCAS(&keys[bucket * kWays + way], kEmptyKey, key);
             if (old == kEmptyKey || old == key) return bucket * kWays + way;
         }
-        bucket = next_bucket(bucket, buckets);
+        bucket = next_bucket(bucket, slots / kWays);
+        const Key old = atomicCAS(&keys[bucket * kWays + way], kEmptyKey, key);
+        if (old == kEmptyKey || old == key) return bucket * kWays + way;
     }
 }
 
-__device__ __noinline__ u32 find_slowly(const Key* keys, u32 buckets, Key key, u32 bucket) {
+__device__ __noinline__ u32 find_slowly(const Key* keys, u32 slots, Key key, u32 bucket) {
     while (true) {
+        bucket = next_bucket(bucket, slots / kWays);
+        bool full = true;
         for (u32 way = 0; way < kWays; ++way) {
             const Key found = peek(&keys[bucket * kWays + way]);
             if (found == key) return bucket * kWays + way;
-            if (found == kEmptyKey) return kNone;
+            full &= found != kEmptyKey;
         }
-        bucket = next_bucket(bucket, buckets);
+        if (!full) return kNone;
     }
-}
-
-// `seen` may be older than the bucket: then the exchange fails.
-__device__ __forceinline__ u32 insert(
-    const Tables& t, u32 buckets, Key key, u32 lane, u32 bucket, const Bucket& seen
-) {
-    u32 way = kWays;
-#pragma unroll
-    for (u32 i = kWays; i-- > 0;) {
-        if (seen.way[i] == key || seen.way[i] == kEmptyKey) way = i;
-    }
-    u32 entry = bucket * kWays + way;
-    Key old = 0;
-    if (way < kWays) old = atomicCAS(&t.keys[entry], kEmptyKey, key);
-    if (way == kWays || (old != kEmptyKey && old != key)) {
-        entry = insert_slowly(t.keys, buckets, key, bucket);
-    }
-    atomicMin(&t.values[entry], lane);
-    return entry;
 }
 
 __device__ __forceinline__ u32 find(
-    const Tables& t, u32 buckets, Key key, u32 bucket, const Bucket& seen
+    const Tables& t, u32 slots, Key key, u32 bucket, const Bucket& seen
 ) {
     u32 entry = kNone;
+    bool full = true;
 #pragma unroll
     for (u32 way = 0; way < kWays; ++way) {
         if (seen.way[way] == key) entry = bucket * kWays + way;
+        full &= seen.way[way] != kEmptyKey;
     }
-    if (entry == kNone && seen.way[kWays - 1] != kEmptyKey) {
-        entry = find_slowly(t.keys, buckets, key, next_bucket(bucket, buckets));
-    }
+    if (entry == kNone && full) entry = find_slowly(t.keys, slots, key, bucket);
     return entry;
 }
 
@@ -331,59 +320,74 @@ __device__ __forceinline__ void count_valid(
     }
 }
 
+// Where the rows of a page are: a device block, a host block below zero, or 0. A block past the end
+// would be read or written outside the pool: it counts as none.
+__device__ __forceinline__ i32 place_of_page(const ResolveArgs& a, const Request& r, i32 page) {
+    const i32 device = page < a.resident_pages ? a.resident[r.slot * a.resident_stride + page] : 0;
+    const i32 host = page < a.source_pages ? a.source[r.table_row * a.source_stride + page] : 0;
+    if ((u32)(device - 1) < (u32)(a.num_device_blocks - 1)) return device;
+    if (device == 0 && (u32)(host - 1) < (u32)(a.num_source_blocks - 1)) return -host;
+    return 0;
+}
+
 // Answers resident lanes and enters the others into the table of wanted rows.
 __device__ __forceinline__ bool enter_lanes(
     const ResolveArgs& a, const Tables& t, const Request& r, Small& s, i32 base, i32 end,
     bool has_hot, const Positions& positions
 ) {
     const i32 lane = base + threadIdx.x % 32 * kLanes;
-    const i32* source = a.source + r.table_row * a.source_stride;
-    const i32* resident_blocks = a.resident + r.slot * a.resident_stride;
-    const u32 buckets = a.table_slots / kWays;
-    i32 device_block[kLanes], host_block[kLanes], offset[kLanes];
+    i32 place[kLanes], offset[kLanes];
 #pragma unroll
     for (i32 v = 0; v < kLanes; ++v) {
         const i32 position = positions.of[v];
         const i32 page = block_of(position, a.block_size, a.block_shift);
         offset[v] = position - page * a.block_size;
-        device_block[v] =
-            position >= 0 && page < a.resident_pages ? resident_blocks[page] : 0;
-        host_block[v] = position >= 0 && page < a.source_pages ? source[page] : 0;
+        place[v] = 0;
+        if (position < 0) continue;
+        // Random words: from L1 one line after the other, from shared memory most at once.
+        if (a.cached_pages) {
+            if (page < a.cached_pages) place[v] = t.places[page];
+        } else {
+            place[v] = place_of_page(a, r, page);
+        }
     }
-    Key keys[kLanes];
-    Bucket seen[kLanes];
-    bool wanted[kLanes], valid[kLanes];
+    u32 counts = 0, entry[kLanes];
+    Key keys[kLanes], old[kLanes];
+    bool valid[kLanes];
 #pragma unroll
     for (i32 v = 0; v < kLanes; ++v) {
-        // A block past the end would be read or written outside the pool: the lane is invalid.
-        const bool resident = (u32)(device_block[v] - 1) < (u32)(a.num_device_blocks - 1);
-        wanted[v] = !resident && has_hot &&
-                    (u32)(host_block[v] - 1) < (u32)(a.num_source_blocks - 1);
-        valid[v] = resident || wanted[v];
-        if (!resident) device_block[v] = 0;
-        keys[v] = (Key)((i64)host_block[v] * a.block_size + offset[v]);
-        if (wanted[v]) seen[v] = load_bucket(t, home_of(keys[v], buckets));
-    }
-    u32 counts = 0;
-    bool any = false;
-#pragma unroll
-    for (i32 v = 0; v < kLanes; ++v) {
-        u32 entry = kNone;
-        if (wanted[v]) {
-            entry = insert(t, buckets, keys[v], lane + v, home_of(keys[v], buckets), seen[v]);
-            any = true;
+        if (place[v] < 0 && !has_hot) place[v] = 0;
+        keys[v] = old[v] = (Key)((i64)-place[v] * a.block_size + offset[v]);
+        entry[v] = kNone;
+        valid[v] = place[v] != 0;
+        if (place[v] < 0) {
+            entry[v] = __umulhi(hash_of(keys[v]), a.table_slots);
+            old[v] = atomicCAS(&t.keys[entry[v]], kEmptyKey, keys[v]);
         } else if (lane + v < end) {
-            const i64 physical = (i64)device_block[v] * a.block_stride_rows + offset[v];
+            const i64 physical = (i64)place[v] * a.block_stride_rows + offset[v];
             write_lane(a, r, lane + v, valid[v] ? physical : -1);
             counts += valid[v] ? 1 : positions.of[v] >= 0 ? 1 << 16 : 0;
         }
-        t.lane_entry[lane + v] = entry;
+    }
+    bool any = false;
+#pragma unroll
+    for (i32 v = 0; v < kLanes; ++v) {
+        if (entry[v] != kNone) {
+            if (old[v] != kEmptyKey && old[v] != keys[v]) {
+                entry[v] = insert_slowly(t.keys, a.table_slots, keys[v], entry[v]);
+            }
+            atomicMin(&t.values[entry[v]], (u32)(lane + v));
+            any = true;
+        }
+        t.lane_entry[lane + v] = entry[v];
     }
     count_valid(a, r, s, base, valid);
-    counts = warp_sum(counts);
-    if (threadIdx.x % 32 == 0 && counts) {
-        atomicAdd(&s.lane_counts[0], counts & 0xffff);
-        atomicAdd(&s.lane_counts[2], counts >> 16);
+    if (__any_sync(kFullWarp, counts)) {
+        counts = warp_sum(counts);
+        if (threadIdx.x % 32 == 0) {
+            atomicAdd(&s.lane_counts[0], counts & 0xffff);
+            atomicAdd(&s.lane_counts[2], counts >> 16);
+        }
     }
     return any;
 }
@@ -419,13 +423,12 @@ __device__ __forceinline__ void match_slots(
     const ResolveArgs& a, const Tables& t, const Request& r, i32 clock, i32 slot, i32 end,
     const SlotBatch& batch
 ) {
-    const u32 buckets = a.table_slots / kWays;
     // The searches of a thread overlap: all first buckets are loaded before any is looked at.
     Bucket seen[kSlots];
     u32 home[kSlots];
 #pragma unroll
     for (i32 v = 0; v < kSlots; ++v) {
-        home[v] = home_of((Key)batch.host_row[v], buckets);
+        home[v] = __umulhi(hash_of((Key)batch.host_row[v]), a.table_slots) / kWays;
         seen[v] = load_bucket(t, home[v]);
     }
     i32* last_use = a.last_use + (i64)r.slot * a.hot_rows;
@@ -434,7 +437,7 @@ __device__ __forceinline__ void match_slots(
     for (i32 v = 0; v < kSlots; ++v) {
         const i64 host_row = batch.host_row[v];
         const bool in_range = host_row >= 0 && (u64)host_row < (u64)kEmptyKey;
-        const u32 entry = in_range ? find(t, buckets, (Key)host_row, home[v], seen[v]) : kNone;
+        const u32 entry = in_range ? find(t, a.table_slots, (Key)host_row, home[v], seen[v]) : kNone;
         const u32 age = min((u32)clock - (u32)batch.last_use[v], kOldAge);
         u32 age_class = batch.last_use[v] == 0 ? kEmptyAge : age;
         if (entry != kNone) {
@@ -511,7 +514,9 @@ __device__ __forceinline__ void list_misses(const Tables& t, i32 begin, i32 end,
 // no two threads meet at an address, and a class that all slots share costs nothing more.
 __device__ __forceinline__ void count_ages(const Tables& t, Small& s, i32 begin, i32 end) {
     const u32 thread = threadIdx.x % 32;
-    u32 low = 0, high = 0;
+    u32 low = 0, high = 0, flip[5];
+#pragma unroll
+    for (u32 bit = 0; bit < 5; ++bit) flip[bit] = thread >> bit & 1 ? 0 : kFullWarp;
 #pragma unroll 1
     for (i32 base = begin; base < end; base += 32 * kSlots) {
         const u32 ages = t.ages[base / kSlots + thread];
@@ -522,7 +527,7 @@ __device__ __forceinline__ void count_ages(const Tables& t, Small& s, i32 begin,
 #pragma unroll
             for (u32 bit = 0; bit < 5; ++bit) {
                 const u32 votes = __ballot_sync(kFullWarp, age >> bit & 1);
-                same &= thread >> bit & 1 ? votes : ~votes;
+                same &= votes ^ flip[bit];
             }
             const u32 upper = __ballot_sync(kFullWarp, age & 32);
             low += __popc(same & ~upper);
@@ -812,6 +817,8 @@ __device__ __forceinline__ void resolve_request(
     for (i32 i = threadIdx.x; i < a.cached_hot_blocks; i += kThreads) {
         t.hot_table[i] = r.hot_table[i];
     }
+#pragma unroll 1
+    for (i32 i = threadIdx.x; i < a.cached_pages; i += kThreads) t.places[i] = place_of_page(a, r, i);
     __syncthreads();
     HS_STAMP(2);
     bool any = false;
