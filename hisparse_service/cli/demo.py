@@ -111,6 +111,7 @@ def run_demo(options: DemoOptions, progress: Progress) -> DemoReport:
     """
     options.check()
     text = options.text or _shipped_text()
+    requests = _requests(options, text)
     with contextlib.ExitStack() as stack:
         directory = Path(tempfile.mkdtemp(prefix="hisparse-demo-"))
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
@@ -120,7 +121,18 @@ def run_demo(options: DemoOptions, progress: Progress) -> DemoReport:
             daemon = PrivateDaemon(options.pool_bytes)
             stack.callback(daemon.close)
             endpoint, pool_bytes = daemon.endpoint, options.pool_bytes
-        job = _job(options, text, directory, endpoint, pool_bytes)
+        job = {
+            "endpoint": endpoint,
+            "directory": str(directory),
+            "text": str(text.absolute()),
+            "requests": requests,
+            "seed": options.seed,
+            "device": options.device,
+            "dtype": options.dtype,
+            "world_size": options.workers,
+            "group": f"demo-{secrets.token_hex(4)}",
+            "pool_bytes": pool_bytes,
+        }
         run = _Run(options, directory, job, progress, DemoReport(text=str(text)))
         run.faults_left = int(options.corrupt_host_rows)
         run.job_path.write_text(json.dumps(job))
@@ -145,9 +157,7 @@ def _shipped_text() -> Path:
     return Path(spec.origin).parent / "integrations" / "data" / "memory_hierarchies.txt"
 
 
-def _job(
-    options: DemoOptions, text: Path, directory: Path, endpoint: str, pool_bytes: int
-) -> dict[str, Any]:
+def _requests(options: DemoOptions, text: Path) -> list[dict[str, Any]]:
     """Prompts that begin alike and go on with a passage each, of different lengths."""
     try:
         text_bytes = text.stat().st_size
@@ -174,18 +184,7 @@ def _job(
             }
         )
         offset += length - _SHARED_BYTES
-    return {
-        "endpoint": endpoint,
-        "directory": str(directory),
-        "text": str(text.absolute()),
-        "requests": requests,
-        "seed": options.seed,
-        "device": options.device,
-        "dtype": options.dtype,
-        "world_size": options.workers,
-        "group": f"demo-{secrets.token_hex(4)}",
-        "pool_bytes": pool_bytes,
-    }
+    return requests
 
 
 # --- one set of workers ---------------------------------------------------------------------------
@@ -243,8 +242,9 @@ def _generate(run: _Run, ranks: Sequence[WorkerProcess], outcome: _Outcome) -> N
             for name, token, _ in answer["tokens"]:
                 outcome.tokens[index][name].append(token)
         run.progress.advance(len(answers[0]["tokens"]), prefilled=answers[0]["prefilled"])
-        if run.faults_left and answers[0]["tokens"]:
-            _corrupt(run, ranks)
+        going_on = [name for name, _, is_last in answers[0]["tokens"] if not is_last]
+        if run.faults_left and going_on:
+            _corrupt(run, ranks, going_on[0])
         if not waiting and not answers[0]["running"]:
             return
     raise CapacityError(f"the requests did not end within {_MAX_STEPS} steps")
@@ -264,12 +264,11 @@ def _admit(ranks: Sequence[WorkerProcess], index: int) -> bool:
     return True
 
 
-def _corrupt(run: _Run, ranks: Sequence[WorkerProcess]) -> None:
-    """Damage some pages in the host pool behind everyone's back (a test of the checks)."""
-    run.faults_left = 0
-    for page in range(_SHARED_BYTES // 16, _SHARED_BYTES // 16 + 20):
-        ranks[0].ask("corrupt", request=run.names[0], page=page)
-        ranks[0].answer()
+def _corrupt(run: _Run, ranks: Sequence[WorkerProcess], name: str) -> None:
+    """Damage pages in the host pool behind everyone's back (a test of the checks)."""
+    ranks[0].ask("corrupt", request=name)
+    if ranks[0].answer()["pages"]:
+        run.faults_left = 0
 
 
 # --- checks ---------------------------------------------------------------------------------------
@@ -431,19 +430,20 @@ def main(arguments: Sequence[str]) -> int:
     app.command()(demo)
     command = typer.main.get_command(app)
     try:
-        command.main(list(arguments), prog_name="hisparse-service demo", standalone_mode=False)
+        # Without standalone mode an Exit is not raised: its code is what comes back.
+        status = command.main(
+            list(arguments), prog_name="hisparse-service demo", standalone_mode=False
+        )
     except HiSparseError as error:
         print(f"{error.code}: {error}", file=sys.stderr)
         return exit_code_of(error)
-    except typer.Exit as exit_:
-        return exit_.exit_code
     except Exception as error:
         # typer's usage errors are click's, which it may carry along under its own name.
         if not hasattr(error, "show"):
             raise
         error.show()
         return USAGE
-    return 0
+    return int(status or 0)
 
 
 def _mib(num_bytes: int) -> str:

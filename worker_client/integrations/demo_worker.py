@@ -5,7 +5,7 @@ JSON lines on standard input, each is answered by one JSON line on standard outp
 
     {"op": "add", "request": name, "hit": tokens or null}   admit a request
     {"op": "step"}                                          one step of all requests
-    {"op": "corrupt", "request": name, "page": index}       damage a published host page
+    {"op": "corrupt", "request": name}                      damage its spilled host pages
     {"op": "report", "logits": path}                        counters; logits go to a file
     {"op": "stop"}                                          leave the daemon and end
 
@@ -148,14 +148,13 @@ class DemoWorker:
         }
 
     def corrupt(self, command: Mapping[str, Any]) -> Answer:
-        """Flip one bit of each row of a published page: what the checks must find."""
-        page = self.generator.coordinator.pages(str(command["request"]))[int(command["page"])]
-        if not page.is_published:
-            raise UsageError(f"page {page.index} is not published yet")
+        """Flip one bit of each row of a request's spilled pages: what the checks must find."""
         pool = self.generator.host_pool
+        pages = self.generator.coordinator.pages(str(command["request"]))
+        blocks = [page.host_block for page in pages if not page.is_resident]
         for layer in range(self.shape.num_layers):
-            pool.layer_view(layer)[page.host_block, :, 0] ^= 1
-        return {"host_block": page.host_block}
+            pool.layer_view(layer)[blocks, :, 0] ^= 1
+        return {"pages": len(blocks)}
 
     def report(self, command: Mapping[str, Any]) -> Answer:
         """All counters; logits as ``<request>`` arrays [tokens, vocabulary] in an .npz file."""

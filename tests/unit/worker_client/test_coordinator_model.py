@@ -326,7 +326,7 @@ class Residency(RuleBasedStateMachine):
 
 
 Residency.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None,
+    max_examples=150, stateful_step_count=40, deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )  # fmt: skip
 TestResidency = Residency.TestCase

@@ -1,0 +1,89 @@
+"""`hisparse-service demo` as a user runs it: what it proves, and that it fails when it should."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hisparse_service.cli.exit_codes import CONFIG, FAILED, USAGE
+
+SMALL = ("--requests", "2", "--steps", "14", "--pool-bytes", "16MiB")
+
+
+def run_demo(*arguments, timeout_s=110):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("HISPARSE_")}
+    return subprocess.run(
+        [sys.executable, "-m", "hisparse_service", "demo", *arguments],
+        capture_output=True, text=True, timeout=timeout_s, env=environment, check=False,
+    )  # fmt: skip
+
+
+def test_the_demonstration_proves_its_point_on_its_own_daemon():
+    """Tokens, logits, choices and host rows agree, and each mechanism really ran."""
+    done = run_demo(*SMALL, "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["is_good"]
+    assert all(check["is_good"] for check in report["checks"])
+    what = {check["what"] for check in report["checks"]}
+    assert {"pages spilled", "rows missed", "hot rows evicted", "pages restored"} <= what
+    first, second = report["phases"]
+    for rank in first["ranks"] + second["ranks"]:
+        assert rank["generated_tokens"] == 2 * 14
+        assert rank["checked_rows"] > 0
+        assert rank["wrong_rows"] == 0
+    # The new workers computed next to nothing of the prompts.
+    assert second["ranks"][0]["hit_tokens"] > 0.95 * second["prompt_tokens"]
+    assert second["ranks"][0]["prefilled_tokens"] < 0.05 * second["prompt_tokens"]
+    assert [rank["mirrored_pages"] for rank in (first["ranks"][1], second["ranks"][1])] == [0, 0]
+    # One message a step, and what admits and ends a request.
+    writer = first["ranks"][0]
+    assert writer["control_messages"] <= writer["engine_steps"] + 3 * 2
+
+
+def test_a_damaged_host_row_is_found_and_fails_the_demonstration(make_daemon):
+    """One bit of some rows in the pool, behind everyone's back; on somebody else's daemon."""
+    daemon = make_daemon(pool_bytes="16MiB").wait_ready()
+    done = run_demo(*SMALL, "--corrupt-host-rows", "--endpoint", str(daemon.runtime_dir))
+    assert done.returncode == FAILED, done.stderr
+    lines = [line for line in done.stdout.splitlines() if "WRONG" in line]
+    assert any("host rows" in line and "rank 1" in line for line in lines), done.stdout
+    assert "FAILED" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (("--steps", "1"), CONFIG, "--steps 1: allowed are 2 to"),
+        (("--device", "abacus"), CONFIG, "--device abacus"),
+        (("--text", "/nonexistent/text"), CONFIG, "/nonexistent/text"),
+        (("--requests", "32", "--text", __file__), CONFIG, "fewer --requests"),
+        (("--pool-bytes", "much"), CONFIG, "much"),
+        (("--no-such-option",), USAGE, "no-such-option"),
+    ],
+    ids=["steps", "device", "no text", "short text", "size", "option"],
+)
+def test_options_that_cannot_work_are_refused_at_once(arguments, status, says):
+    done = run_demo(*arguments)
+    assert done.returncode == status, done.stderr
+    assert says in done.stderr.replace("\n", " ")
+
+
+def test_a_pool_that_holds_no_request_is_refused_with_what_it_needs():
+    done = run_demo(*SMALL[:4], "--pool-bytes", "2MiB")
+    assert done.returncode == CONFIG, done.stderr
+    assert "host blocks" in done.stderr
+    assert "Give a larger --pool-bytes" in done.stderr
+
+
+def test_cuda_without_a_cuda_device_is_a_clear_error():
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    done = run_demo(*SMALL, "--device", "cuda")
+    assert done.returncode == CONFIG, done.stderr
+    assert "torch sees no CUDA device" in done.stderr
