@@ -154,7 +154,9 @@ class Daemon:
             state, transport, on_tick=self._on_tick, on_signal=self._on_signal
         )
         stack.callback(loop.close)
-        dispatcher = Dispatcher(state, authoriser=Authoriser(allowed), send=loop.send)
+        dispatcher = Dispatcher(
+            state, authoriser=Authoriser(allowed), send=loop.send, read_monitor=loop.read_monitor
+        )
         log.info(
             "starting", endpoint=transport.control_endpoint, instance=settings.instance,
             pid=os.getpid(), epoch=self._epoch, pool_bytes=settings.pool.bytes,

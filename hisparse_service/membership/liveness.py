@@ -105,6 +105,10 @@ class PidWatcher:
         self._key_by_pidfd[pidfd] = key
         return WatchResult.WATCHED
 
+    def watches(self, key: int) -> bool:
+        """Whether the end of this key's process will be told."""
+        return key in self._pidfd_by_key
+
     def unwatch(self, key: int) -> None:
         """Stop watching. Unknown keys are ignored."""
         pidfd = self._pidfd_by_key.pop(key, None)

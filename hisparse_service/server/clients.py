@@ -123,8 +123,7 @@ def end_session(state: ServerState, client: Client, cause: DeathCause) -> None:
     client.pending.clear()
     ended = SessionEnd(0, 0, 0, ())
     if state.loaded_directory is not None:
-        # Silence proves nothing: a process that was stopped goes on copying when it continues.
-        may_live = cause in (DeathCause.TIMED_OUT, DeathCause.REPLACED)
+        may_live = _may_live(state, session.session_id, cause)
         ended = state.directory.session_died(
             session.session_id, now_s=time.monotonic(),
             unpublished=(
@@ -156,6 +155,18 @@ def end_session(state: ServerState, client: Client, cause: DeathCause) -> None:
     )  # fmt: skip
 
 
+def _may_live(state: ServerState, session_id: int, cause: DeathCause) -> bool:
+    """Whether the process may go on copying into what it reserved.
+
+    Silence proves nothing: a process that was stopped goes on when it continues. Nor does a closed
+    connection: one that broke is made again, and of a killed process with much pinned memory the
+    kernel may close the socket long before it ends the last copy. Its pid tells, where it is seen.
+    """
+    if cause is DeathCause.DISCONNECTED:
+        return state.watcher.watches(session_id)
+    return cause in (DeathCause.TIMED_OUT, DeathCause.REPLACED)
+
+
 def end_process(state: ServerState, session_id: int) -> None:
     """A watched process ended."""
     client = state.by_session.get(session_id)
@@ -166,7 +177,7 @@ def end_process(state: ServerState, session_id: int) -> None:
 
 
 def end_quarantine(state: ServerState, session_id: int) -> None:
-    """A process whose session timed out is dead now. Unknown ids are ignored."""
+    """A process whose session ended before it did is dead now. Unknown ids are ignored."""
     quarantine = state.quarantine.pop(session_id, None)
     if quarantine is not None:
         state.watcher.unwatch(session_id)
@@ -188,7 +199,7 @@ def end_connection(state: ServerState, connection_fd: int) -> None:
     if client is not None:
         end_session(state, client, DeathCause.DISCONNECTED)
     for session_id, quarantine in list(state.quarantine.items()):
-        if quarantine.connection_fd == connection_fd:
+        if quarantine.connection_fd == connection_fd and not state.watcher.watches(session_id):
             end_quarantine(state, session_id)
 
 

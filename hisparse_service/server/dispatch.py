@@ -117,6 +117,7 @@ class Dispatcher:
         state: What handlers work on.
         authoriser: Who may connect.
         send: (routing id, frame) to whether it was queued; never waits.
+        read_monitor: Takes note of connections that were made and ended up to now; never waits.
     """
 
     def __init__(
@@ -125,10 +126,12 @@ class Dispatcher:
         *,
         authoriser: Authoriser,
         send: Callable[[bytes, bytes], SendResult],
+        read_monitor: Callable[[], None],
     ) -> None:
         self._state = state
         self._authoriser = authoriser
         self._send = send
+        self._read_monitor = read_monitor
         self._ring: deque[Client] = deque()
         """Clients with waiting requests, each once."""
         self._latency = {
@@ -227,6 +230,10 @@ class Dispatcher:
                 "this connection has no session",
                 remedy="Say Hello first, and again when the daemon was restarted",
             )
+        # Connections are told apart by their descriptor's number, which the next one takes over.
+        # What the monitor said before this Hello arrived is of an earlier connection: read later,
+        # it would end this session for the end of that one.
+        self._read_monitor()
         client = begin_session(
             self._state, self._authoriser, request, routing_id=routing_id,
             peer_address=str(frame.get("Peer-Address")),

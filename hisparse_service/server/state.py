@@ -95,7 +95,7 @@ class NamespaceEntry:
 
 @dataclass(slots=True, frozen=True)
 class Quarantine:
-    """Unpublished blocks of a session that timed out while its process may live."""
+    """Unpublished blocks of a session that ended while its process may live."""
 
     connection_fd: int
     lease_ids: list[LeaseId]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import FINGERPRINT, GEOMETRY, KEY_SPACE, keys_of
+from helpers import FINGERPRINT, GEOMETRY, KEY_SPACE, keys_of, wait_until
 
 from hisparse_service.contract import limits
 from hisparse_service.contract import messages as m
@@ -19,7 +21,7 @@ from hisparse_service.membership.credentials import Authoriser
 from hisparse_service.membership.liveness import PidWatcher
 from hisparse_service.membership.sessions import SessionTable
 from hisparse_service.server import dispatch
-from hisparse_service.server.clients import end_connection
+from hisparse_service.server.clients import end_connection, end_process
 from hisparse_service.server.dispatch import (
     ROUTES,
     BrokenInvariantError,
@@ -29,6 +31,7 @@ from hisparse_service.server.dispatch import (
 )
 from hisparse_service.server.events import EventPublisher
 from hisparse_service.server.state import Phase, ServerOptions, ServerState
+from hisparse_service.server.transport import ConnectionChange
 from hisparse_service.telemetry.metrics import ServerMetrics
 
 UID = 1000
@@ -38,10 +41,12 @@ EPOCH = 77
 class FakeFrame:
     """What the dispatcher reads of a `zmq.Frame`. No process has pid 0, so none is watched."""
 
-    def __init__(self, data: bytes, *, uid: int = UID, connection_fd: int = 5) -> None:
+    def __init__(
+        self, data: bytes, *, uid: int = UID, connection_fd: int = 5, pid: int = 0
+    ) -> None:
         self.buffer = memoryview(data)
         self._properties: dict[Any, Any] = {
-            "Peer-Address": f"localhost:{uid}:{uid}:0", 2: connection_fd,
+            "Peer-Address": f"localhost:{uid}:{uid}:{pid}", 2: connection_fd,
         }  # fmt: skip
 
     def get(self, key: Any) -> Any:
@@ -68,8 +73,22 @@ class World:
             sessions=SessionTable(), watcher=self.watcher, events=events, metrics=ServerMetrics(),
             begin_drain=lambda *arguments: self.drains.append(arguments[:2]),
         )  # fmt: skip
-        self.dispatcher = Dispatcher(self.state, authoriser=Authoriser({UID}), send=self._send)
+        self.monitored: list[tuple[ConnectionChange, int]] = []
+        """What the monitor has to say and was not read yet."""
+        self.dispatcher = Dispatcher(
+            self.state, authoriser=Authoriser({UID}), send=self._send,
+            read_monitor=self._read_monitor,
+        )  # fmt: skip
         self.num_blocks = num_blocks
+
+    def _read_monitor(self) -> None:
+        for change, connection_fd in self.monitored:
+            if change is ConnectionChange.OPENED:
+                self.state.ended_connections.discard(connection_fd)
+            else:
+                self.state.ended_connections.add(connection_fd)
+                end_connection(self.state, connection_fd)
+        self.monitored.clear()
 
     def _send(self, routing_id: bytes, frame: bytes) -> SendResult:
         if self.send_result is SendResult.SENT:
@@ -403,6 +422,51 @@ def test_i9_a_hello_on_a_reused_connection_number_ends_the_older_session(
     assert isinstance(world.hello(b"b", connection_fd=8), m.HelloReply)
     assert b"a" not in world.state.clients
     assert b"b" in world.state.clients
+
+
+def test_i9_a_new_connection_is_not_taken_for_the_ended_one_whose_number_it_has(
+    world: World, namespace: int
+) -> None:
+    """The monitor is read when the loop comes to it: its news may be older than a Hello."""
+    world.hello(b"a", connection_fd=8)
+    world.monitored = [(ConnectionChange.ENDED, 8), (ConnectionChange.OPENED, 8)]
+    assert isinstance(world.hello(b"b", connection_fd=8), m.HelloReply)
+    assert b"a" not in world.state.clients
+    world._read_monitor()
+    assert b"b" in world.state.clients
+    world.monitored = [
+        (ConnectionChange.ENDED, 8), (ConnectionChange.OPENED, 8), (ConnectionChange.ENDED, 8)
+    ]  # fmt: skip
+    assert code(world.hello(b"c", connection_fd=8)) == "UnknownSession"
+
+
+def test_i1_blocks_of_a_process_that_only_lost_its_connection_are_given_to_nobody(
+    world: World, namespace: int
+) -> None:
+    """Its copies go on; a block that is another's meanwhile would get two writers."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with process:
+        world.hello(b"a", connection_fd=8, pid=process.pid)
+        got = world.ask(b"a", m.Reserve, namespace, 0, 4, connection_fd=8, pid=process.pid)
+        assert isinstance(got, m.BlocksReply)
+        session_id = world.state.clients[b"a"].session.session_id
+        end_connection(world.state, 8)
+        assert world.state.directory.counts(namespace).reserved == 4
+        end_connection(world.state, 8)  # the number's next connection ends too
+        assert world.state.directory.counts(namespace).reserved == 4
+
+        world.hello(b"b", connection_fd=9, pid=process.pid)
+        back = world.ask(
+            b"b", m.Reclaim, namespace, 0, got.blocks[:8], got.generations[:8],
+            connection_fd=9, pid=process.pid,
+        )  # fmt: skip
+        assert isinstance(back, m.BlocksReply)
+        assert back.blocks == got.blocks[:8]
+        process.kill()
+    assert sorted(wait_until(world.watcher.poll)) == [session_id, session_id + 1]
+    for ended in (session_id, session_id + 1):
+        end_process(world.state, ended)
+    assert world.state.directory.counts(namespace).reserved == 0
 
 
 def test_a_namespace_without_backing_goes_with_its_last_opener(
