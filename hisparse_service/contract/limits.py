@@ -41,6 +41,8 @@ MAX_LIST_ITEMS: Final = 8_192
 
 MAX_TEXT_BYTES: Final = 1_024
 MAX_LAYERS: Final = 1_024
+MAX_COUNTERS: Final = 256
+"""Counters that a worker reports in one heartbeat."""
 MAX_LIST_ROWS: Final = 1_000
 """Rows of one page of an operator's listing (sessions, blocks)."""
 

@@ -1,9 +1,9 @@
 """The control protocol: every request, reply and event, its fields, their units and bounds.
 
 On the wire a message is one frame: a MessagePack array `[tag, field, field, ...]` in the order
-below. A newer peer may append fields; an older one ignores what it does not know. `decode_request`
-reads it with the `msgpack` package under hard limits and then converts it into one of these types,
-so that what reaches the daemon's logic has been checked for type, range and length (I8). Arrays of
+below. A newer peer may append fields; an older one skips what it does not know. `decode_request`
+reads it straight into one of these types, and each is checked for type, range and length before
+anything is built from it, so that no frame can keep the daemon busy (I7, I8; decision 0008). Arrays of
 blocks, generations, checksums and keys travel as raw little-endian bytes (u32, u32, u64, 16 B):
 `u32_array` and its siblings check and view them.
 
@@ -16,9 +16,8 @@ Pure: any thread of either side.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, TypeVar, cast
+from typing import Annotated, Any, Final, TypeVar, Union, cast
 
-import msgpack
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -112,7 +111,7 @@ class Ping(Request, tag=2, frozen=True):
     """Heartbeat. Renews leases in the same message; carries the worker's own counters."""
 
     renew_leases: LeaseIds = []
-    counters: dict[Text, Counted] = {}
+    counters: Annotated[dict[Text, Counted], Meta(max_length=limits.MAX_COUNTERS)] = {}
     """Names of worker_client.telemetry; unknown ones are ignored."""
 
 
@@ -491,10 +490,22 @@ AnyReply = (
     | MirrorReply | StatusReply | ListReply | CountReply | ErrorReply
 )  # fmt: skip
 
+
+
+class _Head(msgspec.Struct, array_like=True, frozen=True):
+    """What is read of a request that cannot be read, so that its answer names it."""
+
+    tag: int
+    request_id: U64
+
+
+_REQUEST_DECODER: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(
+    cast("type[Request]", Union[tuple(REQUEST_TYPES.values())])  # noqa: UP007  made at run time
+)
+_HEAD_DECODER: Final = msgspec.msgpack.Decoder(_Head)
 _REPLY_DECODER = msgspec.msgpack.Decoder(AnyReply)
 _EVENT_DECODER = msgspec.msgpack.Decoder(Event)
 _ENCODER = msgspec.msgpack.Encoder()
-_MAX_BIN_BYTES: Final = limits.MAX_KEYS * limits.BLOCK_KEY_BYTES
 
 
 def encode(message: Request | Reply | Event) -> bytes:
@@ -517,30 +528,16 @@ def decode_request(frame: bytes) -> Request:
             limit_bytes=limits.MAX_MESSAGE_BYTES, message_bytes=len(frame),
         )  # fmt: skip
     try:
-        fields = msgpack.unpackb(
-            frame,
-            max_bin_len=_MAX_BIN_BYTES,
-            max_str_len=limits.MAX_TEXT_BYTES * 4,
-            max_array_len=limits.MAX_LIST_ITEMS,
-            max_map_len=limits.MAX_TEXT_BYTES,
-            max_ext_len=0,
-        )
-    except (ValueError, TypeError, RecursionError, UnicodeDecodeError) as error:
-        raise _malformed(f"not one MessagePack value within the limits ({error})") from error
-    if not isinstance(fields, list) or len(fields) < 2:
-        raise _malformed("a message is an array [tag, request_id, ...]")
-    tag, request_id = fields[0], fields[1]
-    known_id = request_id if isinstance(request_id, int) and 0 <= request_id < 2**64 else 0
-    request_type = REQUEST_TYPES.get(tag) if type(tag) is int else None
-    if request_type is None:
-        raise _malformed(f"no request has the tag {str(tag)[:40]!r}", request_id=known_id)
+        return _REQUEST_DECODER.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise _malformed(f"not a request of the protocol ({error})", **_known_id(frame)) from error
+
+
+def _known_id(frame: bytes) -> dict[str, Detail]:
     try:
-        return msgspec.convert(fields, request_type, builtin_types=_BUILTIN)
-    except msgspec.ValidationError as error:
-        raise _malformed(f"{request_type.__name__}: {error}", request_id=known_id) from error
-
-
-_BUILTIN: Final = (bytes,)
+        return {"request_id": _HEAD_DECODER.decode(frame).request_id}
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return {}
 
 
 def _malformed(what: str, **details: Detail) -> MalformedMessage:
