@@ -3,8 +3,8 @@
 On the wire a message is one frame: a MessagePack array `[tag, field, field, ...]` in the order
 below. A newer peer may append fields; an older one skips what it does not know. `decode_request`
 reads it straight into one of these types, and each is checked for type, range and length before
-anything is built from it, so that no frame can keep the daemon busy (I7, I8; decision 0008). Arrays of
-blocks, generations, checksums and keys travel as raw little-endian bytes (u32, u32, u64, 16 B):
+anything is built from it, so that no frame can keep the daemon busy (I7, I8; decision 0008). Arrays
+of blocks, generations, checksums and keys travel as raw little-endian bytes (u32, u32, u64, 16 B):
 `u32_array` and its siblings check and view them.
 
 One request, one reply, matched by `request_id`; every reply carries the daemon's `epoch`. Deadlines
