@@ -491,7 +491,6 @@ AnyReply = (
 )  # fmt: skip
 
 
-
 class _Head(msgspec.Struct, array_like=True, frozen=True):
     """What is read of a request that cannot be read, so that its answer names it."""
 
