@@ -19,12 +19,11 @@ class Count(enum.IntEnum):
     WRONG_BYTES = 3
     STALE_RAISED = 4
     UNAVAILABLE = 5
-    LONGEST_OUTAGE_US = 6
-    INCARNATIONS = 7
-    UNEXPECTED = 8
-    REFUSED = 9
-    HANDED_IN = 10
-    MIRRORS_LOST = 11
+    INCARNATIONS = 6
+    UNEXPECTED = 7
+    REFUSED = 8
+    HANDED_IN = 9
+    MIRRORS_LOST = 10
 
 
 class Board:

@@ -249,6 +249,7 @@ class Storm:
         """Until each worker (but one) has finished turns, with all processes alive."""
         others = [i for i in range(len(self.workers)) if i != besides]
         before = self.board.counts[others, Count.OPERATIONS].copy()
+        pings = self.prober.pings
 
         def all_went_on() -> bool:
             for index in others:
@@ -258,7 +259,8 @@ class Storm:
             if self.daemon.poll() is not None:
                 self.failures.append(f"the daemon ended: {self.daemon.returncode}")
                 self.daemon = self.start_daemon()
-            return bool((self.board.counts[others, Count.OPERATIONS] > before).all())
+            went_on = self.board.counts[others, Count.OPERATIONS] > before
+            return bool(went_on.all()) and self.prober.pings > pings
 
         wait_until(all_went_on, "progress of every worker")
 

@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from hisparse_service.contract.errors import (
     CapacityError,
+    ClosedError,
     HiSparseError,
     LeaseError,
     PeerError,
@@ -81,8 +82,6 @@ class StormWorker:
         )
         self.board, self.index, self.rng = board, index, rng
         self.held: list[tuple[BlockLease, KeyChain]] = []
-        self.last_success_s = time.monotonic()
-        self.failed_since_success = False
 
     def turn(self) -> None:
         """One prompt, start to end, then perhaps a reading of what is held from before."""
@@ -90,9 +89,10 @@ class StormWorker:
         chain.extend(
             prompt_tokens(self.rng.randrange(NUM_PROMPTS), self.rng.randint(1, PROMPT_BLOCKS))
         )
+        was_answered = False
         with self.counted():
             lease = self.namespace.lookup(chain)
-            self.succeeded()
+            was_answered = True
             try:
                 self.read(lease, chain)
                 self.write(lease, chain)
@@ -110,7 +110,8 @@ class StormWorker:
                 self.index, Count.HANDED_IN if kept else Count.MIRRORS_LOST,
                 len(item.completed.blocks),
             )  # fmt: skip
-        self.board.add(self.index, Count.OPERATIONS)
+        if was_answered:
+            self.board.add(self.index, Count.OPERATIONS)
 
     def read(self, lease: BlockLease, chain: KeyChain) -> None:
         """Copy what the lease holds out of the pool under its guard, then check every row."""
@@ -159,7 +160,6 @@ class StormWorker:
         if missing <= 0:
             return
         self.namespace.reserve(missing, lease=lease)
-        self.succeeded()
         blocks = lease.reserved_blocks[-missing:].copy()
         generations = lease.reserved_generations[-missing:].copy()
         if planted.is_planted("publish_early"):
@@ -203,17 +203,7 @@ class StormWorker:
             ]
         )  # fmt: skip
         if result.outcome is MirrorOutcome.ACKNOWLEDGED:
-            self.succeeded()
             self.board.add(self.index, Count.PUBLISHED_BLOCKS, len(blocks))
-
-    def succeeded(self) -> None:
-        """The daemon answered: an outage, if there was one, is over."""
-        now = time.monotonic()
-        if self.failed_since_success:
-            outage_us = int((now - self.last_success_s) * 1e6)
-            self.board.raise_to(self.index, Count.LONGEST_OUTAGE_US, outage_us)
-            self.failed_since_success = False
-        self.last_success_s = now
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -225,13 +215,12 @@ class StormWorker:
         except CapacityError:
             self.drop_all()
         except PeerError:
-            self.failed_since_success = True
             self.board.add(self.index, Count.UNAVAILABLE)
-        except UsageError as error:
+        except ClosedError:
+            raise
+        except UsageError:
             # The daemon restarted between two messages of one turn: what we held is gone.
             self.board.add(self.index, Count.REFUSED)
-            if self.last_success_s and "closed" in str(error):
-                raise
 
     def drop_all(self) -> None:
         """Let go of all leases."""
