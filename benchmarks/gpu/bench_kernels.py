@@ -48,8 +48,9 @@ from worker_client.kernels.interface import (
 
 ROW = 656
 TOP_K = 2_048
-FLUSH = True
-"""Write through the second-level cache before each gather, as the layers between two would do."""
+FLUSH = False
+"""Write through the second-level cache before each gather, as the layers between two would do. Off by
+default, as in the peers' figures."""
 
 
 class Report:
@@ -77,6 +78,8 @@ class Report:
         """Add one figure. ``reference`` is the best public peer's or the link's."""
         if required is not None:
             parameters["required"] = required
+        if FLUSH:
+            name += ".flushed"
         ratio = None if not reference else round(value / reference, 4)
         self.figures.append(
             {
@@ -473,7 +476,7 @@ def bench_beside_product(report: Report, backend: CudaBackend, pool: Pool) -> No
             torch.mm(a, b)
 
     alone = median(time_us(lambda _: products(), repeats=7))
-    for blocks in (16, 32, 48, 66, 132):
+    for blocks in (8, 12, 16, 20, 24, 28, 33, 66, 132):
         made = CudaBackend(
             DEVICE,
             tuning=replace(backend.tuning, sorted=replace(backend.tuning.sorted, blocks=blocks)),
@@ -614,6 +617,19 @@ def sweep_gather(
             return
 
 
+def sweep_freshness(report: Report, backend: CudaBackend, pool: Pool) -> None:
+    """How much of a rate is rows that were read a few launches ago."""
+    for requests, label in ((64, 19009), (256, 73339)):
+        work = single_work(backend, pool, requests)
+        plans = work.planned(40 if requests == 64 else 16)
+        for count in (1, 2, 4, 8, 16, 40):
+            if count <= len(plans):
+                rate, us, _ = time_gather(backend, work.pages, plans[:count], repeats=24)
+                report.add(
+                    f"freshness.single.{label}.{count}", rate, "GB/s", plans=count, us=round(us, 1)
+                )
+
+
 def sweep_resolve(report: Report, pages: GroupPages, base: CudaTuning) -> None:
     for threads, factor in itertools.product((1024, 512), (4.0, 3.0)):
         tuning = replace(base, resolve_threads=threads, table_factor=factor)
@@ -649,7 +665,7 @@ def profile_resolve(pages: GroupPages, base: CudaTuning) -> None:
             context = 65_536 if requests <= 64 else 32_768
             work = Workload(made, pages, requests=requests, context=context, hot_rows=4_096)
             stamps = torch.zeros((requests, 128), dtype=torch.uint8, device=DEVICE)
-            work.state = replace(work.state, workspace=stamps)
+            made._profile = stamps
             work.warm()
             total = torch.zeros((requests, 15), dtype=torch.float64, device=DEVICE)
             for _ in range(10):
@@ -681,10 +697,12 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--tuning", default="{}", help="JSON of CudaTuning fields")
     parser.add_argument("--small-gib", type=int, default=16)
     parser.add_argument("--large-gib", type=int, default=24)
-    parser.add_argument("--no-flush", action="store_true")
+    parser.add_argument(
+        "--flush", action="store_true", help="write through the L2 cache before each gather"
+    )
     options = parser.parse_args(arguments)
     global FLUSH  # one process, one mode
-    FLUSH = not options.no_flush
+    FLUSH = options.flush
     tuning = CudaTuning(**json.loads(options.tuning))
     report = Report(options.commit)
     started = time.perf_counter()
@@ -716,6 +734,7 @@ def main(arguments: list[str]) -> None:
         "sweep_resolve": lambda: sweep_resolve(report, single_pages(small, 16_500), tuning),
         "sweep_profile": lambda: profile_resolve(single_pages(small, 16_500), tuning),
         "sweep_repeated": lambda: time_repeated(single_pages(small, 16_500), tuning),
+        "sweep_freshness": lambda: sweep_freshness(report, backend, small),
         "sweep_blocks": lambda: sweep_blocks(report, small, tuning),
         "sweep": lambda: sweep_gather(report, pool, small, tuning, options.sweep_s),
     }

@@ -43,6 +43,9 @@ MAX_CACHED_HOT_BLOCKS: Final = 1_024
 NARROW_KEY_ROWS: Final = 2**32 - 1
 """Host rows below it have 32-bit keys; all ones marks an empty entry."""
 
+HINT_BYTES: Final = 16
+"""Front of a request's workspace: the age class at which its last victims were cut."""
+
 ADDRESS_BINS: Final = 2_048
 """Pieces of the host pages that rows are sorted by first (kBins of copy.cu)."""
 
@@ -80,6 +83,8 @@ class CudaTuning:
             where there are more requests than multiprocessors.
         table_factor: Hash slots for each wanted row, where shared memory allows.
         wide: Launch of rows that are copied in the order of the plan.
+        small_batch_lists: Plans of at most so many requests have few rows: latency counts, and
+            ``small_batch_blocks`` blocks share them.
         sorted: Launch of rows that are copied in the order of host addresses.
         blocks: Launch that copies whole blocks.
         sort_min_rows: Launches with fewer rows copy them in the order of the plan, longer ones in
@@ -90,8 +95,10 @@ class CudaTuning:
 
     resolve_threads: int | None = None
     table_factor: float = 4.0
-    wide: CopyLaunch = CopyLaunch(threads=256, unroll=8, blocks=66)
-    sorted: CopyLaunch = CopyLaunch(threads=512, unroll=4, blocks=33)
+    wide: CopyLaunch = CopyLaunch(threads=256, unroll=8, blocks=16)
+    small_batch_lists: int = 8
+    small_batch_blocks: int = 66
+    sorted: CopyLaunch = CopyLaunch(threads=512, unroll=4, blocks=24)
     blocks: CopyLaunch = CopyLaunch(threads=512, unroll=8, blocks=32)
     sort_min_rows: int = 2_048
     sort_max_row_bytes: int = 2_048
@@ -107,6 +114,7 @@ class _ResolveArgs(ctypes.Structure):
                 "host_rows", "last_use", "clock", "counters", "source", "resident", "hot",
                 "positions", "request_slots", "table_rows", "query_starts", "physical_rows",
                 "valid_counts", "miss_source_rows", "miss_device_rows", "miss_counts", "workspace",
+                "profile",
             )
         ),
         *(
@@ -121,9 +129,9 @@ class _ResolveArgs(ctypes.Structure):
             for name in (
                 "num_source_blocks", "num_device_blocks", "source_pages", "resident_pages",
                 "hot_blocks", "cached_hot_blocks", "cached_pages", "block_size", "block_shift",
-                "hot_rows", "max_num_reqs", "num_requests", "num_query_rows", "max_num_requests", "top_k",
-                "max_misses", "max_lanes", "padded_lanes", "table_slots", "wide_rows",
-                "rows_guess", "vector_slots",
+                "hot_rows", "max_num_reqs", "num_requests", "num_query_rows",
+                "max_num_requests", "top_k", "max_misses", "max_lanes", "padded_lanes",
+                "table_slots", "wide_rows", "rows_guess", "vector_slots",
             )
         ),
     )  # fmt: skip
@@ -436,6 +444,7 @@ class CudaBackend:
         self._entries: dict[tuple[KernelSpec, str], _Entry] = {}
         self._layers: dict[int, tuple[weakref.ref[GroupPages], list[_Layers]]] = {}
         self._prepared = False
+        self._profile: torch.Tensor | None = None  # clocks of a profiled variant: benchmarks only
 
     # --- preparation -----------------------------------------------------------------------------
 
@@ -457,7 +466,10 @@ class CudaBackend:
     def make_hot_state(
         self, *, max_num_reqs: int, hot_rows: int, device: torch.device | str
     ) -> HotState:
-        """Make an empty hot state; with a workspace where a step may not fit in shared memory."""
+        """Make an empty hot state.
+
+        Its workspace has a hint a request, and a step's tables where shared memory may be too small.
+        """
         if torch.device(device).type != "cuda":
             raise UsageError(f"the hot state of CudaBackend lives on {self.device}, not {device}")
         self.prepare()
@@ -470,11 +482,12 @@ class CudaBackend:
             table_factor=self.tuning.table_factor,
             budget_bytes=self._shared_budget(blocks_per_sm=1),
         )
-        workspace = None
+        workspace = torch.zeros(
+            (max_num_reqs, HINT_BYTES + worst.workspace_bytes),
+            dtype=torch.uint8,
+            device=self.device,
+        )
         if worst.in_workspace:
-            workspace = torch.empty(
-                (max_num_reqs, worst.workspace_bytes), dtype=torch.uint8, device=self.device
-            )
             self._entry(resolve_spec(threads=1024, global_hash=True), "hs_resolve")
         return allocate_hot_state(
             max_num_reqs=max_num_reqs, hot_rows=hot_rows, device=self.device, workspace=workspace
@@ -508,6 +521,8 @@ class CudaBackend:
         args.cached_hot_blocks = cached
         args.cached_pages = layout.cached_pages
         args.table_slots = layout.table_slots
+        if self._profile is not None:
+            args.profile = self._profile.data_ptr()
         spec = resolve_spec(
             threads=threads,
             wide_keys=wide_keys,
@@ -547,7 +562,7 @@ class CudaBackend:
             )
             if not layout.in_workspace:
                 return layout, cached
-        found = 0 if state.workspace is None else state.workspace.shape[1]
+        found = 0 if state.workspace is None else state.workspace.shape[1] - HINT_BYTES
         if found < layout.workspace_bytes:
             raise UsageError(
                 f"a step of {max_lanes} lanes needs a workspace of {layout.workspace_bytes} bytes "
@@ -638,10 +653,11 @@ class CudaBackend:
     def _launch_rows(self, name: str, args: _RowArgs) -> None:
         is_sorted = args.sort_min_rows < _NEVER
         launch = self.tuning.sorted if is_sorted else self.tuning.wide
+        small = args.counts and args.num_lists <= self.tuning.small_batch_lists
         self._launch(
             self._entry(self._copy_spec(launch, args.block_size), name),
             args,
-            blocks=launch.blocks,
+            blocks=self.tuning.small_batch_blocks if small else launch.blocks,
             threads=launch.threads,
             shared_bytes=list_bytes(self._list_capacity),
         )

@@ -12,12 +12,12 @@
 //   HS_GLOBAL_HASH    1 where the step's rows do not fit in shared memory: tables in the workspace
 //   HS_WIDE_ROWS      1 where physical rows are int64
 //   HS_POW2           1 where the block size is a power of two
-//   HS_PROFILE        1 to note the clock at each phase in the workspace, 16 words a request
+//   HS_PROFILE        1 to note the clock at each phase, 16 words a request
 #include "common.cuh"
 
 #if HS_PROFILE
 #define HS_STAMP(i) \
-    if (threadIdx.x == 0) ((i64*)a.workspace)[blockIdx.x * 16 + (i)] = clock64()
+    if (threadIdx.x == 0) a.profile[blockIdx.x * 16 + (i)] = clock64()
 #else
 #define HS_STAMP(i)
 #endif
@@ -44,6 +44,7 @@ constexpr u32 kUsed = 0;       // holds a row of this step
 constexpr u32 kOldAge = 62;    // this age and above: ordered by last_use itself
 constexpr u32 kEmptyAge = 63;  // last_use 0
 constexpr u32 kClasses = 64;
+constexpr i32 kHintBytes = 16;
 
 struct ResolveArgs {
     i64* host_rows;
@@ -62,7 +63,8 @@ struct ResolveArgs {
     i64* miss_source_rows;
     i64* miss_device_rows;
     i32* miss_counts;
-    u8* workspace;
+    u8* workspace;     // a request: the hint, then (HS_GLOBAL_HASH) the tables
+    i64* profile;
     i64 workspace_stride;
     i64 source_stride;
     i64 resident_stride;
@@ -145,7 +147,7 @@ __device__ __forceinline__ Tables place_tables(const ResolveArgs& a, u8* shared,
     Tables t;
     u8* in_shared = shared;
 #if HS_GLOBAL_HASH
-    u8* big = a.workspace + max(slot, 0) * a.workspace_stride;
+    u8* big = a.workspace + max(slot, 0) * a.workspace_stride + kHintBytes;
 #else
     u8*& big = in_shared;
     (void)slot;
@@ -394,7 +396,7 @@ __device__ __forceinline__ bool enter_lanes(
 
 // --- hot slots -----------------------------------------------------------------------------------
 
-struct SlotBatch {
+struct __align__(16) SlotBatch {
     i64 host_row[kSlots];
     i32 last_use[kSlots];
 };
@@ -431,8 +433,10 @@ __device__ __forceinline__ void match_slots(
         home[v] = __umulhi(hash_of((Key)batch.host_row[v]), a.table_slots) / kWays;
         seen[v] = load_bucket(t, home[v]);
     }
-    i32* last_use = a.last_use + (i64)r.slot * a.hot_rows;
+    i32* last_use = a.last_use + (i64)r.slot * a.hot_rows + slot;
+    int4 uses = *(const int4*)batch.last_use;
     u32 ages = 0;
+    bool any = false;
 #pragma unroll
     for (i32 v = 0; v < kSlots; ++v) {
         const i64 host_row = batch.host_row[v];
@@ -442,12 +446,16 @@ __device__ __forceinline__ void match_slots(
         u32 age_class = batch.last_use[v] == 0 ? kEmptyAge : age;
         if (entry != kNone) {
             t.values[entry] = kHit | (u32)(slot + v);
-            last_use[slot + v] = clock;
+            if (!a.vector_slots) last_use[v] = clock;
+            (&uses.x)[v] = clock;
+            any = true;
             age_class = kUsed;
         }
         if (slot + v >= end) age_class = kUsed;  // no slot
         ages |= age_class << (8 * v);
     }
+    // One store for four slots: nobody else writes this request's.
+    if (any && a.vector_slots) *(int4*)last_use = uses;
     t.ages[slot / kSlots] = ages;
 }
 
@@ -625,34 +633,59 @@ __device__ __forceinline__ u32 count_classified(u32 flags) {
     return __popc(flags & 0xffff) | __popc(flags >> 16) << 16;
 }
 
-// Lists the victims by slot number.
-__device__ __forceinline__ void choose_victims(
-    const ResolveArgs& a, const Tables& t, const Request& r, Small& s, i32 clock, u32 num_misses,
-    i32 begin, i32 end
+// Counts sure and tied victims in each warp; returns the sums of the warps before and of all. One
+// barrier inside.
+__device__ __forceinline__ u32 count_victims(
+    const i32* last_use, const Tables& t, Small& s, const Cut& cut, i32 begin, i32 end, u32& total
 ) {
     const i32 warp = threadIdx.x / 32, thread = threadIdx.x % 32;
-    i32* last_use = a.last_use + (i64)r.slot * a.hot_rows;
-    Cut cut;
-    u32 in_bin;
-    cut.age = find_bin<kClasses>(s.age_counts, num_misses, cut.take, in_bin);
-    cut.last_use = -1;
-    if (cut.age == kOldAge && cut.take < in_bin) {
-        const u64 refined = refine_old(last_use, t.ages, s.age_counts, begin, end, cut.take);
-        cut.last_use = (i32)(u32)refined;
-        cut.take = (u32)(refined >> 32);
-    }
-    u32 count = 0, total;
+    u32 count = 0;
 #pragma unroll 1
     for (i32 base = begin; base < end; base += 32 * kSlots) {
         count += count_classified(classify(last_use, t, cut, base + thread * kSlots));
     }
     count = warp_sum(count);
     if (thread == 0) s.warp_victims[warp] = count;
-    HS_STAMP(7);
     __syncthreads();
-    HS_STAMP(8);
     const u32 packed = thread < kWarps ? s.warp_victims[thread] : 0;
-    u32 before = __shfl_sync(kFullWarp, warp_exclusive_scan(packed, total), warp);
+    return __shfl_sync(kFullWarp, warp_exclusive_scan(packed, total), warp);
+}
+
+// Lists the victims by slot number. The class at which they were cut in the last step is tried first:
+// where requests go on as before it is right, and there is no histogram to make.
+__device__ __forceinline__ void choose_victims(
+    const ResolveArgs& a, const Tables& t, const Request& r, Small& s, i32 clock, u32 num_misses,
+    u32 hint, i32 begin, i32 end
+) {
+    const i32 thread = threadIdx.x % 32;
+    i32* last_use = a.last_use + (i64)r.slot * a.hot_rows;
+    Cut cut;
+    cut.last_use = -1;
+    u32 before = 0, total, in_bin;
+    bool found = false;
+    if (hint != kUsed && hint != kOldAge) {
+        cut.age = hint;
+        before = count_victims(last_use, t, s, cut, begin, end, total);
+        cut.take = num_misses - (total & 0xffff);
+        found = (total & 0xffff) <= num_misses && cut.take <= total >> 16;
+        HS_STAMP(6);
+    }
+    if (!found) {
+        count_ages(t, s, begin, end);
+        __syncthreads();
+        cut.age = find_bin<kClasses>(s.age_counts, num_misses, cut.take, in_bin);
+        if (cut.age == kOldAge && cut.take < in_bin) {
+            const u64 refined = refine_old(last_use, t.ages, s.age_counts, begin, end, cut.take);
+            cut.last_use = (i32)(u32)refined;
+            cut.take = (u32)(refined >> 32);
+        }
+        HS_STAMP(7);
+        before = count_victims(last_use, t, s, cut, begin, end, total);
+        if (threadIdx.x == 0 && a.workspace) {
+            *(u32*)(a.workspace + r.slot * a.workspace_stride) = cut.age;
+        }
+    }
+    HS_STAMP(8);
 #pragma unroll 1
     for (i32 base = begin; base < end; base += 32 * kSlots) {
         const i32 slot = base + thread * kSlots;
@@ -774,8 +807,8 @@ __device__ __forceinline__ void clear_shared(const ResolveArgs& a, const Tables&
 
 // Everything about a step whose wanted rows are in the table. Returns the misses.
 __device__ __forceinline__ u32 resolve_wanted(
-    const ResolveArgs& a, const Tables& t, const Request& r, Small& s, i32 clock, i32 lane_begin,
-    i32 lane_end, i32 slot_begin, i32 slot_end
+    const ResolveArgs& a, const Tables& t, const Request& r, Small& s, i32 clock, u32 hint,
+    i32 lane_begin, i32 lane_end, i32 slot_begin, i32 slot_end
 ) {
     const i32 warp = threadIdx.x / 32, thread = threadIdx.x % 32;
     answer_hits(a, t, r, s, lane_begin, lane_end);
@@ -786,10 +819,7 @@ __device__ __forceinline__ u32 resolve_wanted(
     const u32 rank = __shfl_sync(kFullWarp, warp_exclusive_scan(firsts, num_misses), warp);
     if (num_misses == 0) return 0;
     list_misses(t, lane_begin, lane_end, rank);
-    count_ages(t, s, slot_begin, slot_end);
-    __syncthreads();
-    HS_STAMP(6);
-    choose_victims(a, t, r, s, clock, num_misses, slot_begin, slot_end);
+    choose_victims(a, t, r, s, clock, num_misses, hint, slot_begin, slot_end);
     __syncthreads();
     HS_STAMP(9);
     plan_misses(a, t, r, num_misses);
@@ -812,6 +842,7 @@ __device__ __forceinline__ void resolve_request(
     // In flight while the lanes are translated.
     SlotBatch slots = load_slots(a, r, slot_begin + thread * kSlots, slot_end);
     const i32 clock = a.clock[r.slot] + 1;
+    const u32 hint = a.workspace ? *(const u32*)(a.workspace + r.slot * a.workspace_stride) : kUsed;
     const bool has_hot = r.hot_table[0] > 0;
 #pragma unroll 1
     for (i32 i = threadIdx.x; i < a.cached_hot_blocks; i += kThreads) {
@@ -843,7 +874,7 @@ __device__ __forceinline__ void resolve_request(
         __syncthreads();
         HS_STAMP(4);
         num_misses =
-            resolve_wanted(a, t, r, s, clock, lane_begin, lane_end, slot_begin, slot_end);
+            resolve_wanted(a, t, r, s, clock, hint, lane_begin, lane_end, slot_begin, slot_end);
     }
     finish(a, r, s, clock, num_misses);
 }
