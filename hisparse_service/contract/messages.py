@@ -529,14 +529,18 @@ def decode_request(frame: bytes) -> Request:
     try:
         return _REQUEST_DECODER.decode(frame)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise _malformed(f"not a request of the protocol ({error})", **_known_id(frame)) from error
+        raise _refused(frame, error) from error
 
 
-def _known_id(frame: bytes) -> dict[str, Detail]:
+def _refused(frame: bytes, error: Exception) -> MalformedMessage:
     try:
-        return {"request_id": _HEAD_DECODER.decode(frame).request_id}
+        head = _HEAD_DECODER.decode(frame)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return {}
+        return _malformed(f"not a request of the protocol ({error})")
+    request_type = REQUEST_TYPES.get(head.tag)
+    if request_type is None:
+        return _malformed(f"no request has the tag {head.tag}", request_id=head.request_id)
+    return _malformed(f"{request_type.__name__}: {error}", request_id=head.request_id)
 
 
 def _malformed(what: str, **details: Detail) -> MalformedMessage:
