@@ -95,6 +95,7 @@ class WorkerProcess:
 
     def __init__(self, job: Path, *, rank: int, generation: int = 0) -> None:
         self.name = "reference" if rank < 0 else f"rank {rank}"
+        self._has_answered = False
         self._log = job.parent / f"{self.name.replace(' ', '-')}-{generation}.log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -127,6 +128,7 @@ class WorkerProcess:
         line = self._process.stdout.readline() if self._process.stdout is not None else b""
         if not line:
             raise self._ended()
+        self._has_answered = True
         answer: dict[str, Any] = json.loads(line)
         error: Mapping[str, str] | None = answer.get("error")
         if error is not None:
@@ -144,6 +146,9 @@ class WorkerProcess:
     def stop(self) -> None:
         """Let it leave the daemon and end; kill it if it does not. Idempotent."""
         process = self._process
+        if not self._has_answered:
+            process.kill()  # it is still starting and holds nothing
+            process.wait()
         if process.poll() is None:
             with contextlib.suppress(ServiceUnavailable):
                 self.ask("stop")

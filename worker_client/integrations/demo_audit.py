@@ -216,13 +216,15 @@ class ChoiceCheck:
         theirs = torch.from_numpy(
             self._choices[group, positions.cpu().numpy()].astype(np.int64)
         ).to(own.device)
-        ours, chosen = _members(own[0].long(), scores[0]), _members(theirs, scores[0])
+        width = scores.shape[-1]
+        ours = _members(own[0].long(), positions, width)
+        chosen = _members(theirs, positions, width)
         self.checked += len(positions)
         settled = own.clone()
         for token in (ours != chosen).any(dim=-1).nonzero().flatten().tolist():
             row = scores[0, token]
             out, into = row[ours[token] & ~chosen[token]], row[chosen[token] & ~ours[token]]
-            equal = self._tolerance * float(row[row.isfinite()].abs().max())
+            equal = self._tolerance * float(row[: int(positions[token]) + 1].abs().max())
             if len(out) == len(into) and float(out.max() - into.min()) <= equal:
                 self.ties += 1
                 settled[0, token] = chosen[token].nonzero().flatten().to(own.dtype)
@@ -245,8 +247,15 @@ class _Scores(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _members(chosen: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Bool [S, T]: which positions are chosen; empty lanes and shut-out positions are not."""
-    members = torch.zeros((scores.shape[0], scores.shape[1] + 1), dtype=torch.bool)
-    members = members.to(scores.device).scatter_(1, chosen.remainder(scores.shape[1] + 1), True)
-    return members[:, :-1] & scores.isfinite() & (scores > torch.finfo(scores.dtype).min)
+def _members(chosen: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
+    """Which positions are chosen, bool [S, width]: neither empty lanes nor later tokens are.
+
+    Args:
+        chosen: int64 [S, k], -1 = empty lane.
+        positions: int64 [S]: the tokens that choose.
+        width: Tokens to choose from.
+    """
+    members = torch.zeros((len(positions), width + 1), dtype=torch.bool, device=chosen.device)
+    members.scatter_(1, chosen.remainder(width + 1), True)
+    earlier = torch.arange(width, device=chosen.device) <= positions[:, None]
+    return members[:, :-1] & earlier
