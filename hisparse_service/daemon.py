@@ -11,6 +11,7 @@ loop. Only the pool is opened elsewhere: that may take minutes.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import secrets
 import threading
@@ -163,6 +164,9 @@ class Daemon:
         )  # fmt: skip
         self._helpers.start("pool-opener", self._open_pool, restart=Restart.NEVER)
         is_intact = False
+        # What is loaded by now lives as long as the process; looking through it again and again
+        # would hold up a request each time.
+        gc.freeze()
         try:
             loop.run(dispatcher)
             is_intact = True
