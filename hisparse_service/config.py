@@ -115,7 +115,8 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Address as host:port; port 0 takes a free one, an empty value none. While another process has
     it, the daemon serves its workers and goes on trying."""
     socket: str = ""
-    """Path of a UNIX socket (mode 0600) that serves the same; a relative one lies in runtime_dir."""
+    """Path of a UNIX socket (mode 0600) that serves the same without a token; a relative one lies
+    in runtime_dir."""
     token_file: str = ""
     """File whose first line all requests but those for health must carry as a bearer token.
     Required where listen is not a loopback address."""

@@ -11,7 +11,7 @@ loop. Only the pool is opened elsewhere: that may take minutes.
 from __future__ import annotations
 
 import contextlib
-import gc
+import dataclasses
 import os
 import secrets
 import threading
@@ -38,7 +38,8 @@ from hisparse_service.server.clients import end_session
 from hisparse_service.server.dispatch import BrokenInvariantError, Dispatcher
 from hisparse_service.server.events import EventPublisher
 from hisparse_service.server.handlers_backing import add_namespace
-from hisparse_service.server.handlers_operations import status_of
+from hisparse_service.server.handlers_control import LIMIT_NAMES, drop_ended_taps
+from hisparse_service.server.handlers_operations import session_rows, status_of
 from hisparse_service.server.helpers import HelperThreads, Restart
 from hisparse_service.server.loop import ControlLoop
 from hisparse_service.server.runtime_directory import LOCK_NAME, prepare_runtime_directory
@@ -46,6 +47,7 @@ from hisparse_service.server.state import NamespaceEntry, Phase, ServerOptions, 
 from hisparse_service.server.transport import Transport
 from hisparse_service.telemetry.logs import get_logger
 from hisparse_service.telemetry.metrics import ServerMetrics
+from hisparse_service.telemetry.recorder import TraceRecorder
 from hisparse_service.telemetry.systemd_notify import ServiceManager
 
 _HELPER_STOP_S: Final = 30.0
@@ -117,6 +119,7 @@ class Daemon:
         self._drain_deadline_s: float | None = None
         self._registrar: _Registrar | None = None
         self._stop_when_drained = False
+        self._recorder = TraceRecorder(settings.resolved_runtime_dir())
 
     def run(self) -> None:
         """Start, serve, and return after a stop that was asked for.
@@ -163,10 +166,8 @@ class Daemon:
             pid=os.getpid(), epoch=self._epoch, pool_bytes=settings.pool.bytes,
         )  # fmt: skip
         self._helpers.start("pool-opener", self._open_pool, restart=Restart.NEVER)
+        self._helpers.start("trace-recorder", self._recorder.run, restart=Restart.ALWAYS)
         is_intact = False
-        # What is loaded by now lives as long as the process; looking through it again and again
-        # would hold up a request each time.
-        gc.freeze()
         try:
             loop.run(dispatcher)
             is_intact = True
@@ -201,7 +202,10 @@ class Daemon:
             ),
             metrics=ServerMetrics(),
             begin_drain=self._begin_drain,
+            recorder=self._recorder,
             describe_helpers=self._helpers.describe,
+            describe_cuda=self._describe_cuda,
+            limits={name: getattr(limits, name) for name in LIMIT_NAMES},
         )
 
     # --- start ------------------------------------------------------------------------------
@@ -259,7 +263,7 @@ class Daemon:
         )
         entries = []
         for backing in pool.backings():
-            entry = _adopt_backing(directory, backing)
+            entry = _adopt_backing(directory, backing, self._state.metrics.adopted_blocks)
             if entry is not None:
                 entries.append(entry)
         return directory, entries
@@ -289,6 +293,7 @@ class Daemon:
             )  # fmt: skip
         for entry in entries:
             add_namespace(state, entry)
+        state.metrics.adoptions += pool.adopted
         self._registrar = registrar
         state.progress = 1.0
         if state.phase is Phase.STARTING:
@@ -334,7 +339,10 @@ class Daemon:
         self._helpers.check(now_s)
         if self._registrar is not None:
             self._registrar.poll()
+        drop_ended_taps(state)
         state.metrics.snapshot = status_of(state, now_s)
+        is_watched = now_s < state.metrics.watched_until_s
+        state.metrics.session_rows = session_rows(state, now_s) if is_watched else []
         if self._manager.listens:
             self._manager.tick(_summary(state))
         self._check_drained(now_s)
@@ -360,6 +368,16 @@ class Daemon:
                 self._manager.draining(left_s, state.num_workers)
             self._check_drained(time.monotonic())
 
+    def _describe_cuda(self) -> dict[str, object]:
+        if self._registrar is None:
+            return {}
+        status = self._registrar.status
+        return {
+            "state": status.state.value, "registered_bytes": status.registered_bytes,
+            "total_bytes": status.total_bytes, "gpu_bytes": status.gpu_bytes,
+            "cuda_error": status.cuda_error, "error": str(status.error or ""),
+        }  # fmt: skip
+
     def _check_drained(self, now_s: float) -> None:
         if not self._stop_when_drained:
             return
@@ -380,6 +398,8 @@ class Daemon:
         if not state.keeps_pool:
             self._manager.stopping()
         has_workers = state.num_workers > 0
+        self._helpers.stopping.set()
+        self._recorder.close()
         stuck = self._helpers.stop(_HELPER_STOP_S)
         if stuck:
             log.error("helpers_stuck", helpers=stuck)
@@ -439,10 +459,11 @@ class _Registrar:
         assert isinstance(registrar, CudaRegistrar)
         self._registrar = registrar
         self._last = ""
+        self.status = registrar.poll()
 
     def poll(self) -> None:
         """Log a new state."""
-        status = self._registrar.poll()
+        self.status = status = self._registrar.poll()
         if status.state.value != self._last:
             self._last = status.state.value
             log.info(
@@ -455,7 +476,9 @@ class _Registrar:
         self._registrar.close()
 
 
-def _adopt_backing(directory: Directory, backing: Backing) -> NamespaceEntry | None:
+def _adopt_backing(
+    directory: Directory, backing: Backing, found_blocks: dict[str, int]
+) -> NamespaceEntry | None:
     """Take a backing of an earlier daemon over; None where it cannot be understood."""
     record = backing.record
     try:
@@ -475,11 +498,10 @@ def _adopt_backing(directory: Directory, backing: Backing) -> NamespaceEntry | N
     report = directory.attach_backing(
         record.namespace, backing.table, mode=BackingMode.ADOPT, now_s=time.monotonic()
     )
-    log.info(
-        "backing_adopted", namespace=record.namespace, name=record.name, kept=report.kept,
-        unfinished=report.unfinished, corrupt=report.corrupt, orphans=report.orphans,
-        duplicates=report.duplicates,
-    )  # fmt: skip
+    outcomes = dataclasses.asdict(report)
+    for outcome, count in outcomes.items():
+        found_blocks[outcome] = found_blocks.get(outcome, 0) + count
+    log.info("backing_adopted", namespace=record.namespace, name=record.name, **outcomes)
     return NamespaceEntry(
         namespace_id=record.namespace, fingerprint=record.fingerprint, name=record.name,
         geometry=geometry, geometry_blob=record.geometry,

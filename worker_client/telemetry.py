@@ -1,7 +1,6 @@
 """The worker's own counters, sent to the daemon with each heartbeat.
 
-The names are the contract: the daemon adds the counters of all its workers and exports each under
-``hisparse_worker_<name>_total``; a name that it does not know is ignored. Any thread may add.
+The names are in `contract/counters.py`. Any thread may add.
 """
 
 from __future__ import annotations
@@ -9,23 +8,9 @@ from __future__ import annotations
 import threading
 from typing import Final
 
-COUNTERS: Final = (
-    "request_timeouts",
-    "reconnects",
-    "late_replies",
-    "leases_lost",
-    "stale_reads",
-    "mirrored_blocks",
-    "mirrors_queued",
-    "mirrors_handed_in",
-    "mirrors_lost",
-    "rows_read_resident",
-    "rows_read_hot",
-    "rows_missed",
-    "bytes_gathered",
-    "bytes_mirrored",
-)
-"""Every counter of a worker; all only grow."""
+from hisparse_service.contract.counters import WORKER_COUNTERS
+
+COUNTERS: Final = WORKER_COUNTERS
 
 
 class WorkerCounters:

@@ -89,6 +89,8 @@ SOCKET_LINGER_MS: Final = 200
 MAX_EVENT_BLOCKS: Final = 4_096
 """Blocks named in one event; a longer list is split."""
 MAX_UNIX_PATH_BYTES: Final = 107
+MAX_TRACE_BYTES: Final = GIB
+"""Of one recording of control messages."""
 
 # --- client ---------------------------------------------------------------------------------
 DEFAULT_REQUEST_TIMEOUT_S: Final = 5.0

@@ -16,7 +16,7 @@ Pure: any thread of either side.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, TypeVar, Union, cast
+from typing import Annotated, Any, Final, Literal, TypeVar, Union, cast
 
 import msgspec
 import numpy as np
@@ -433,6 +433,60 @@ class Drain(Request, tag=44, frozen=True):
     hand_over: bool = False
 
 
+Limit = Annotated[int, Meta(ge=-1, le=2**63 - 1)]
+"""-1: stays as it is; 0: no limit."""
+
+
+class SetLimits(Request, tag=45, frozen=True):
+    """Change limits until the daemon ends; what is held already stays. Answer: those in force."""
+
+    max_reserved_blocks_per_session: Limit = -1
+    max_pins_per_session: Limit = -1
+    max_leases_per_session: Limit = -1
+    """0: as many as the protocol allows."""
+    max_reserved_blocks_per_namespace: Limit = -1
+    max_pins_per_namespace: Limit = -1
+    max_sessions: Limit = -1
+    """0: as many as the protocol allows. Who is connected stays."""
+
+
+class LimitsReply(Reply, tag=45, frozen=True):
+    """The limits in force, by the names of `SetLimits`; 0 is none."""
+
+    limits: dict[str, int]
+
+
+class Trace(Request, tag=46, frozen=True):
+    """Record control messages, requests and replies, into a file of the runtime directory.
+
+    It ends by itself after `seconds` or `max_bytes`. One recording at a time.
+    """
+
+    action: Literal["start", "stop", "look"]
+    seconds: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
+    max_bytes: Annotated[int, Meta(ge=1, le=limits.MAX_TRACE_BYTES)] = 64 * limits.MIB
+
+
+class TraceReply(Reply, tag=46, frozen=True):
+    """How the recording stands; of the last one when none runs."""
+
+    path: str
+    is_recording: bool
+    messages: int
+    recorded_bytes: int
+    dropped: int
+    """Messages that came faster than they could be written."""
+    error: str
+    """Why it ended early; empty otherwise."""
+
+
+class Overview(Request, tag=47, frozen=True):
+    """What `hisparse-service top` and the page show: occupancy, rates, sessions, events.
+
+    Made by another thread about once a second; answered by a `StatusReply`, empty before the first.
+    """
+
+
 # --- errors and events --------------------------------------------------------------------------
 
 
@@ -482,12 +536,12 @@ REQUEST_TYPES: Final[Mapping[int, type[Request]]] = {
         Hello, Ping, Bye, OpenNamespace, AllocateBacking, TakeWriter, YieldWriter,
         RegistrationTurn, Reserve, Lookup, Pin, Unpin, MirrorBatch, Abandon, Free, ReleaseLeases,
         Reclaim,
-        Status, Sessions, ListBlocks, Evict, Drain,
+        Status, Sessions, ListBlocks, Evict, Drain, SetLimits, Trace, Overview,
     )
 }  # fmt: skip
 AnyReply = (
     HelloReply | Pong | Done | NamespaceReply | BackingReply | LeaseReply | TurnReply | BlocksReply
-    | MirrorReply | StatusReply | ListReply | CountReply | ErrorReply
+    | MirrorReply | StatusReply | ListReply | CountReply | LimitsReply | TraceReply | ErrorReply
 )  # fmt: skip
 
 

@@ -49,6 +49,7 @@ from hisparse_service.contract.limits import (
 )
 from hisparse_service.contract.segment import BlockState
 from hisparse_service.directory.blocks import BlockDirectory
+from hisparse_service.directory.columns import BlockColumns
 from hisparse_service.directory.index import Blocks
 from hisparse_service.directory.leases import Lease, LeaseTable, SessionAccount
 from hisparse_service.directory.lookup import Lookup
@@ -860,6 +861,10 @@ class Directory:
     def writers(self, namespace: int) -> list[WriterLease]:
         """Current writer leases of a namespace."""
         return list(self._namespace(namespace).writers.values())
+
+    def columns(self, namespace: int) -> BlockColumns:
+        """The live columns: read only, and from another thread for a picture only."""
+        return self._namespace(namespace).blocks.columns
 
     def list_blocks(
         self,

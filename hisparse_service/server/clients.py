@@ -23,6 +23,7 @@ from hisparse_service.membership.liveness import WatchResult
 from hisparse_service.membership.sessions import DeathCause, Identity
 from hisparse_service.server.state import Client, Phase, Quarantine, ServerState
 from hisparse_service.telemetry.logs import get_logger
+from hisparse_service.telemetry.workers import Identity as WorkerIdentity
 
 MAX_COUNTERS_PER_SESSION = 256
 
@@ -148,6 +149,7 @@ def end_session(state: ServerState, client: Client, cause: DeathCause) -> None:
         del state.by_connection[client.connection_fd]
     state.sessions.forget(session)
     state.metrics.count_death(cause.value)
+    state.metrics.workers.ended(session.session_id, _worker_of(client))
     log.info(
         "session_ended", session=session.session_id, cause=cause.value,
         returned_blocks=ended.returned_blocks, dropped_pins=ended.dropped_pins,
@@ -222,8 +224,8 @@ def negotiate(hello: m.Hello) -> int:
     return high
 
 
-def keep_counters(client: Client, counters: dict[str, float]) -> None:
-    """Remember what a worker reports of itself, up to a bound.
+def keep_counters(state: ServerState, client: Client, counters: dict[str, float]) -> None:
+    """Remember what a worker reports of itself, up to a bound, and add it to the node's sums.
 
     Raises:
         QuotaExceeded: More names than are kept.
@@ -235,6 +237,14 @@ def keep_counters(client: Client, counters: dict[str, float]) -> None:
             limit=MAX_COUNTERS_PER_SESSION, value=len(counters),
         )  # fmt: skip
     client.counters = counters
+    if not client.is_operator:
+        state.metrics.workers.report(client.session.session_id, _worker_of(client), counters)
+
+
+def _worker_of(client: Client) -> WorkerIdentity:
+    hello = client.hello
+    pid = client.session.credentials.pid
+    return pid, hello.client_name, hello.group, hello.rank
 
 
 def draining(state: ServerState) -> NotReady:

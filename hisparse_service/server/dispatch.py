@@ -33,11 +33,13 @@ from hisparse_service.membership.credentials import Authoriser
 from hisparse_service.membership.sessions import DeathCause
 from hisparse_service.server import handlers_backing as backing
 from hisparse_service.server import handlers_blocks as blocks
+from hisparse_service.server import handlers_control as control
 from hisparse_service.server import handlers_operations as operations
 from hisparse_service.server import handlers_session as session
 from hisparse_service.server.clients import begin_session, draining, end_session, hello_reply
 from hisparse_service.server.state import Client, LongRequest, Pending, Phase, ServerState
 from hisparse_service.telemetry.logs import get_logger
+from hisparse_service.telemetry.taps import Answered
 
 _SOURCE_FD: Final = 2  # ZMQ_SRCFD: which connection a frame came by; the monitor uses this number
 MAX_PENDING_BYTES_PER_SESSION: Final = 8 * 2**20
@@ -100,6 +102,9 @@ ROUTES: Final[dict[type[m.Request], Route]] = {
     m.ListBlocks: Route(operations.list_blocks, Needs.POOL),
     m.Evict: Route(operations.evict, Needs.POOL),
     m.Drain: Route(operations.drain, Needs.SESSION, overtakes=True),
+    m.SetLimits: Route(control.set_limits, Needs.POOL, overtakes=True),
+    m.Trace: Route(control.trace, Needs.SESSION, overtakes=True),
+    m.Overview: Route(control.overview, Needs.SESSION, overtakes=True),
 }
 """Every request type but Hello, which makes the session that the others need."""
 
@@ -171,7 +176,10 @@ class Dispatcher:
         except Exception as error:
             reply = self._bug(client, request, error)
         self._reply(client, routing_id, reply, request)
-        self._latency[type(request)].observe_ns(time.monotonic_ns() - started_ns)
+        ended_ns = time.monotonic_ns()
+        self._latency[type(request)].observe_ns(ended_ns - started_ns)
+        if state.taps and request is not None:
+            self._tap(client, request, reply, started_ns, ended_ns, len(frame))
 
     def on_wrong_frames(self, routing_id: bytes, num_frames: int) -> None:
         """Answer a message that is not one frame."""
@@ -203,9 +211,10 @@ class Dispatcher:
             if client.pending and client.pending[0] is pending:
                 client.pending.popleft()
             self._reply(client, client.session.routing_id, reply, pending.request)
-            self._latency[type(pending.request)].observe_ns(
-                int((time.monotonic() - pending.received_s) * 1e9)
-            )
+            started_ns, ended_ns = int(pending.received_s * 1e9), time.monotonic_ns()
+            self._latency[type(pending.request)].observe_ns(ended_ns - started_ns)
+            if self._state.taps:
+                self._tap(client, pending.request, reply, started_ns, ended_ns, pending.frame_bytes)
         if client.pending:
             self._ring.append(client)
 
@@ -311,6 +320,23 @@ class Dispatcher:
         if not waiting:
             self._ring.append(client)
         waiting.append(Pending(request, now_s, frame_bytes, work))
+
+    def _tap(
+        self,
+        client: Client | None,
+        request: m.Request,
+        reply: m.Reply,
+        started_ns: int,
+        ended_ns: int,
+        frame_bytes: int,
+    ) -> None:
+        if isinstance(reply, m.HelloReply):
+            session_id = reply.session_id
+        else:
+            session_id = client.session.session_id if client is not None else 0
+        answered = Answered(session_id, request, reply, started_ns, ended_ns, frame_bytes)
+        for tap in self._state.taps:
+            tap.offer(answered)
 
     def _refuse(
         self, client: Client | None, request: m.Request | None, error: HiSparseError

@@ -20,6 +20,7 @@ from hisparse_service.contract.keys import key_space
 from hisparse_service.directory.results import BackingMode
 from hisparse_service.pool.pool import Backing, Pool
 from hisparse_service.server.state import Client, NamespaceEntry, ServerState
+from hisparse_service.telemetry.backings import BackingView, MirrorClock
 
 
 def entry_of(state: ServerState, namespace_id: int) -> NamespaceEntry:
@@ -83,7 +84,18 @@ def add_namespace(state: ServerState, entry: NamespaceEntry) -> None:
     state.namespaces[entry.namespace_id] = entry
     state.by_fingerprint[entry.fingerprint] = entry
     if entry.backing is not None:
-        state.events.set_table(entry.namespace_id, entry.backing.table)
+        _show_backing(state, entry, entry.backing)
+
+
+def _show_backing(state: ServerState, entry: NamespaceEntry, backing: Backing) -> None:
+    """Let events and telemetry see it."""
+    state.events.set_table(entry.namespace_id, backing.table)
+    columns = state.directory.columns(entry.namespace_id)
+    state.metrics.backings[entry.namespace_id] = BackingView(
+        namespace_id=entry.namespace_id, name=entry.name,
+        block_stride_bytes=entry.geometry.block_stride_bytes,
+        state=columns.state, readers=columns.readers, clock=MirrorClock(len(columns.state)),
+    )  # fmt: skip
 
 
 def allocate_backing(
@@ -143,7 +155,7 @@ def _attach_new(state: ServerState, pool: Pool, entry: NamespaceEntry, num_block
         pool.drop_backing(backing.slot)
         raise
     entry.backing = backing
-    state.events.set_table(entry.namespace_id, backing.table)
+    _show_backing(state, entry, backing)
 
 
 def _backing_reply(

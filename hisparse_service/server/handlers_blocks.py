@@ -120,25 +120,28 @@ def mirror_batch(
     directory, session_id = state.directory, client.session.session_id
     _check_key_space(state, request)
     _check_reserves(request)
+    view = state.metrics.backings.get(request.namespace_id)
     if request.enqueued:
-        directory.mirror_enqueued(
-            session_id,
-            request.namespace_id,
-            [
-                MirrorItem(
-                    lease_id=item.lease_id,
-                    blocks=u32_array(item.blocks, what="blocks"),
-                    generations=u32_array(item.generations, what="generations"),
-                )
-                for item in request.enqueued
-            ],
-        )
+        enqueued = [
+            MirrorItem(
+                lease_id=item.lease_id,
+                blocks=u32_array(item.blocks, what="blocks"),
+                generations=u32_array(item.generations, what="generations"),
+            )
+            for item in request.enqueued
+        ]
+        directory.mirror_enqueued(session_id, request.namespace_id, enqueued)
         crash_point(_AFTER_ENQUEUED)
+        if view is not None:
+            for each in enqueued:
+                view.clock.enqueued(each.blocks, int(now_s * 1e9))
     canonical_blocks = canonical_generations = b""
     if request.completed:
-        completed = directory.mirror_completed(
-            session_id, request.namespace_id, [_completed_item(item) for item in request.completed]
-        )
+        items = [_completed_item(item) for item in request.completed]
+        completed = directory.mirror_completed(session_id, request.namespace_id, items)
+        if view is not None:
+            for done in items:
+                view.clock.completed(done.blocks, int(now_s * 1e9))
         canonical_blocks = b"".join([item.blocks.tobytes() for item in completed])
         canonical_generations = b"".join([item.generations.tobytes() for item in completed])
         crash_point(_AFTER_COMPLETED)

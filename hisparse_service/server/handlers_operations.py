@@ -34,6 +34,8 @@ def status_of(state: ServerState, now_s: float) -> dict[str, Any]:
         "sessions": {
             "workers": workers,
             "operators": len(state.clients) - workers,
+            "by_state": _sessions_by_state(state),
+            "quarantined": len(state.quarantine),
             "opened_total": metrics.sessions_total,
             "ended_total": dict(metrics.deaths),
         },
@@ -52,7 +54,26 @@ def status_of(state: ServerState, now_s: float) -> dict[str, Any]:
         "unexpected_errors": metrics.unexpected_errors,
         "event_topics": state.events.num_subscriptions,
         "helpers": state.describe_helpers(),
+        "longest_turn_s": round(metrics.longest_turn_s, 6),
+        "cuda": state.describe_cuda(),
+        "workers": {name: total for name, total in metrics.workers.totals.items() if total},
+        "limits": dict(state.limits),
     }
+
+
+def _sessions_by_state(state: ServerState) -> dict[str, dict[str, int]]:
+    counts: dict[str, dict[str, int]] = {"workers": {}, "operators": {}}
+    for client in state.clients.values():
+        by_state = counts["operators" if client.is_operator else "workers"]
+        name = client.session.state.name.lower()
+        by_state[name] = by_state.get(name, 0) + 1
+    return counts
+
+
+def session_rows(state: ServerState, now_s: float) -> list[dict[str, Any]]:
+    """All sessions by id, for who watches."""
+    clients = sorted(state.clients.values(), key=lambda each: each.session.session_id)
+    return [_session_row(state, each, now_s) for each in clients]
 
 
 def _pool_status(state: ServerState) -> dict[str, Any]:
@@ -84,6 +105,7 @@ def _namespace_status(state: ServerState, entry: NamespaceEntry) -> dict[str, An
         "adopted": entry.is_adopted,
         "blocks": blocks,
         "statistics": dataclasses.asdict(state.directory.statistics(namespace_id)),
+        "usage": dataclasses.asdict(state.directory.namespace_usage(namespace_id)),
         "writers": [
             {"group": lease.group, "session": lease.session, "rank": lease.rank}
             for lease in state.directory.writers(namespace_id)

@@ -13,7 +13,7 @@ from hisparse_service.server.state import Client, ServerState
 def ping(state: ServerState, client: Client, request: m.Ping, now_s: float) -> m.Reply:
     """Heartbeat: renews the leases named, and the session's writer leases."""
     if request.counters:
-        keep_counters(client, request.counters)
+        keep_counters(state, client, request.counters)
     lost: list[int] = []
     if state.loaded_directory is None or client.is_operator:
         lost = list(request.renew_leases)

@@ -90,6 +90,7 @@ class HelperThreads:
         return {
             helper.name: {
                 "alive": helper.thread.is_alive(),
+                "permanent": helper.restart is Restart.ALWAYS,
                 "restarts": helper.restarts,
                 "last_error": helper.last_error,
             }

@@ -78,6 +78,7 @@ class ControlLoop:
         self.stop_reason = ""
         self.last_turn_s = time.monotonic()
         """When the loop last came round; health reads it from another thread."""
+        self._longest_turn_s = 0.0
         self._watch_descriptors()
         # From here on, and not only in `run`: a helper thread may be populating the pool by then.
         for number in STOP_SIGNALS:
@@ -100,6 +101,11 @@ class ControlLoop:
         with contextlib.suppress(OSError, BlockingIOError):
             os.eventfd_write(self._wake_fd, 1)
 
+    def take_longest_turn_s(self) -> float:
+        """The longest time between two receives since the last call. One other thread."""
+        longest_s, self._longest_turn_s = self._longest_turn_s, 0.0
+        return longest_s
+
     # --- the loop ---------------------------------------------------------------------------
 
     def stop(self, reason: str) -> None:
@@ -118,17 +124,26 @@ class ControlLoop:
 
     def _turn(self, dispatcher: Dispatcher) -> None:
         if dispatcher.has_waiting:
+            began_s = time.monotonic()
             self._receive_burst(dispatcher)
-            dispatcher.run_slice(time.monotonic())
+            dispatcher.run_slice(began_s)
         else:
-            with contextlib.suppress(zmq.Again):  # nothing came for TICK_S
-                self._handle(self._router.recv(), dispatcher)
+            try:
+                routing_id = self._router.recv()
+            except zmq.Again:  # nothing came for TICK_S
+                routing_id = None
+            began_s = time.monotonic()
+            if routing_id is not None:
+                self._handle(routing_id, dispatcher)
         now_s = time.monotonic()
         self.last_turn_s = now_s
         if now_s >= self._next_tick_s:
             self._next_tick_s = now_s + TICK_S
             self._waker.ensure_running()
             self._on_tick(now_s)
+            now_s = time.monotonic()
+        if now_s - began_s > self._longest_turn_s:
+            self._longest_turn_s = now_s - began_s
 
     def _receive_burst(self, dispatcher: Dispatcher) -> None:
         """Answer what has arrived, at most BURST_MESSAGES."""

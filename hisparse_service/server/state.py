@@ -21,6 +21,10 @@ from hisparse_service.membership.sessions import Session, SessionTable
 from hisparse_service.pool.pool import Backing, Pool
 from hisparse_service.server.events import EventPublisher
 from hisparse_service.telemetry.metrics import ServerMetrics
+from hisparse_service.telemetry.recorder import TraceRecorder
+from hisparse_service.telemetry.taps import MessageTap
+
+_NOTHING = b"\x80"  # an empty map
 
 
 class Phase(enum.Enum):
@@ -126,7 +130,16 @@ class ServerState:
     metrics: ServerMetrics
     begin_drain: Callable[[float, bool], None]
     """Drain with a deadline (monotonic) and whether to stop at its end."""
+    recorder: TraceRecorder
     describe_helpers: Callable[[], dict[str, object]] = dict
+    describe_cuda: Callable[[], dict[str, object]] = dict
+    """Of the child that registers the pool; empty without one."""
+    overview: Callable[[], bytes] = lambda: _NOTHING
+    """What `Overview` is answered with, as MessagePack. Never waits."""
+    taps: tuple[MessageTap, ...] = ()
+    """Who is given a copy of each message and its reply."""
+    limits: dict[str, int] = field(default_factory=dict)
+    """In force, by the names of `SetLimits`."""
     pool: Pool | None = None
     loaded_directory: Directory | None = None
     """None while STARTING: until then it belongs to the thread that opens the pool."""

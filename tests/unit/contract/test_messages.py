@@ -53,6 +53,8 @@ def strategy_for(annotation):
         return st.lists(strategy_for(typing.get_args(base)[0]), max_size=3)
     if typing.get_origin(base) is dict:
         return st.dictionaries(text, st.floats(0, 1e18), max_size=3)
+    if typing.get_origin(base) is typing.Literal:
+        return st.sampled_from(typing.get_args(base))
     return {
         bool: st.booleans(),
         float: st.floats(0, 86_400),
@@ -210,4 +212,4 @@ def test_tags_are_unique_over_requests_and_over_replies():
     reply_types = typing.get_args(messages.AnyReply)
     tags = [reply.__struct_config__.tag for reply in reply_types]
     assert len(set(tags)) == len(tags)
-    assert len(REQUEST_TYPES) == 22
+    assert len(REQUEST_TYPES) == 25

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from hisparse_service.server.events import EventPublisher
 from hisparse_service.server.state import Phase, ServerOptions, ServerState
 from hisparse_service.server.transport import ConnectionChange
 from hisparse_service.telemetry.metrics import ServerMetrics
+from hisparse_service.telemetry.recorder import TraceRecorder
 
 UID = 1000
 EPOCH = 77
@@ -72,6 +74,7 @@ class World:
             ),
             sessions=SessionTable(), watcher=self.watcher, events=events, metrics=ServerMetrics(),
             begin_drain=lambda *arguments: self.drains.append(arguments[:2]),
+            recorder=TraceRecorder(Path("/nowhere")),
         )  # fmt: skip
         self.monitored: list[tuple[ConnectionChange, int]] = []
         """What the monitor has to say and was not read yet."""

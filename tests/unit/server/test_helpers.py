@@ -24,7 +24,7 @@ def test_a_helper_that_dies_is_started_again_after_a_moment_and_counted() -> Non
     helpers.check(100.0)
     helpers.check(100.0 + RESTART_DELAY_S / 2)
     assert helpers.describe()["mortal"] == {
-        "alive": False, "restarts": 0, "last_error": "OSError('it died')",
+        "alive": False, "permanent": True, "restarts": 0, "last_error": "OSError('it died')",
     }  # fmt: skip
     helpers.check(100.0 + RESTART_DELAY_S)
     assert starts.acquire(timeout=10)

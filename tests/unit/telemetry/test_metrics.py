@@ -43,7 +43,7 @@ def test_a_scrape_shows_requests_errors_blocks_and_pool_bytes() -> None:
     )  # fmt: skip
     metrics.snapshot = {
         "pool": {"directory_bytes": 1, "tables_bytes": 2, "payload_bytes": 3, "free_bytes": 4},
-        "sessions": {"workers": 2, "operators": 1},
+        "sessions": {"by_state": {"workers": {"alive": 2}}},
         "namespaces": [
             {"namespace": 1, "blocks": {"capacity": 9, "free": 4, "pinned": 5},
              "statistics": statistics}
@@ -58,7 +58,7 @@ def test_a_scrape_shows_requests_errors_blocks_and_pool_bytes() -> None:
         'hisparse_pool_bytes{use="free"} 4.0',
         'hisparse_blocks{namespace="1",state="pinned"} 5.0',
         'hisparse_blocks_evicted_total{namespace="1"} 3.0',
-        'hisparse_sessions{kind="workers"} 2.0',
+        'hisparse_sessions{kind="workers",state="alive"} 2.0',
         "hisparse_population_ratio 1.0",
     ):
         assert line in text.splitlines()
