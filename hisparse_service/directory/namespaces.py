@@ -137,7 +137,10 @@ class Namespace:
         self, account: SessionAccount, *, reserved: int = 0, pins: int = 0, leases: int = 0
     ) -> None:
         """See `Quotas.check`."""
-        self.quotas.check(account.usage, self.usage, reserved=reserved, pins=pins, leases=leases)
+        # `leases` is often given as whether one is needed; numbers go onto the wire.
+        self.quotas.check(
+            account.usage, self.usage, reserved=reserved, pins=pins, leases=int(leases)
+        )
 
     def charge(self, lease: Lease, *, reserved: int = 0, pins: int = 0, leases: int = 0) -> None:
         """Add to (or take from) what the lease's session and the namespace use."""
