@@ -11,6 +11,7 @@ loop. Only the pool is opened elsewhere: that may take minutes.
 from __future__ import annotations
 
 import contextlib
+import gc
 import dataclasses
 import os
 import secrets
@@ -168,6 +169,9 @@ class Daemon:
         self._helpers.start("pool-opener", self._open_pool, restart=Restart.NEVER)
         self._helpers.start("trace-recorder", self._recorder.run, restart=Restart.ALWAYS)
         is_intact = False
+        # What is loaded by now lives as long as the process; looking through it again and again
+        # would hold up a request each time.
+        gc.freeze()
         try:
             loop.run(dispatcher)
             is_intact = True
