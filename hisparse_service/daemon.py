@@ -11,8 +11,8 @@ loop. Only the pool is opened elsewhere: that may take minutes.
 from __future__ import annotations
 
 import contextlib
-import gc
 import dataclasses
+import gc
 import os
 import secrets
 import threading
