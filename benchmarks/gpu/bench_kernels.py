@@ -49,8 +49,8 @@ from worker_client.kernels.interface import (
 ROW = 656
 TOP_K = 2_048
 FLUSH = False
-"""Write through the second-level cache before each gather, as the layers between two would do. Off by
-default, as in the peers' figures."""
+"""Write through the second-level cache before each gather, as the layers between two would do. Off
+by default, as in the peers' figures."""
 
 
 class Report:

@@ -15,7 +15,7 @@ from gpu_cases import (
     to_device,
 )
 
-from worker_client.kernels.interface import Counter, StepInputs
+from worker_client.kernels.interface import Counter, StepInputs, allocate_hot_state
 
 DEVICE = torch.device("cuda:0")
 
@@ -77,6 +77,39 @@ def test_victims_are_the_least_recently_used_however_old(
     case = Case(shape, seed=clock % 1_000)
     case.randomise_state(clock=clock)
     run_both(case, backend, reference, steps=3)
+
+
+@pytest.mark.parametrize("hint", [1, 6, 61, 62, 63, 255])
+def test_a_wrong_hint_changes_no_result(backend, reference, hint: int) -> None:
+    case = Case(Shape(hot_rows=512, top_k=200, context=8_000), seed=hint)
+    case.randomise_state(clock=90)
+    state = backend.make_hot_state(max_num_reqs=5, hot_rows=512, device=DEVICE)
+    copy_state(case.state, state)
+    tables = to_device(case.tables, DEVICE)
+    plan, expected = case.plan(DEVICE), case.plan("cpu")
+    for _ in range(4):
+        state.workspace.zero_()
+        state.workspace[:, 0] = hint
+        inputs = case.step()
+        reference.resolve(state=case.state, tables=case.tables, inputs=inputs, plan=expected)
+        backend.resolve(state=state, tables=tables, inputs=to_device(inputs, DEVICE), plan=plan)
+        assert_same_plan(expected, plan, rows=inputs.num_query_rows)
+        assert_same_state(case.state, state)
+
+
+def test_a_state_without_a_workspace_works_where_shared_memory_is_enough(
+    backend, reference
+) -> None:
+    case = Case(Shape(), seed=17)
+    state = allocate_hot_state(max_num_reqs=5, hot_rows=256, device=DEVICE)
+    tables = to_device(case.tables, DEVICE)
+    plan, expected = case.plan(DEVICE), case.plan("cpu")
+    for _ in range(5):
+        inputs = case.step()
+        reference.resolve(state=case.state, tables=case.tables, inputs=inputs, plan=expected)
+        backend.resolve(state=state, tables=tables, inputs=to_device(inputs, DEVICE), plan=plan)
+        assert_same_plan(expected, plan, rows=inputs.num_query_rows)
+        assert_same_state(case.state, state)
 
 
 def test_512_threads_agree_too(backend, reference) -> None:

@@ -132,12 +132,14 @@ __device__ __forceinline__ void entry_offsets(
 }
 
 struct Lists {
-    u32 entries[kListCapacity];  // a region for each warp
-    u32 bins[kBins];
     u32 starts[1025];  // entries of lists before, in this group of lists
     u32 warp_sums[32];
     u32 low;
     u32 high;
+    u32 bins[kBins];
+    // From here on only where entries are sorted: a launch that never sorts has less shared memory,
+    // which need not be set aside on every multiprocessor before it starts.
+    u32 entries[kListCapacity];  // a region for each warp
     u16 bin_of[kListCapacity];
     u16 order[kListCapacity];  // index in `entries`, by bin
 };

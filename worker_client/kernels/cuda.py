@@ -258,7 +258,11 @@ def copy_spec(
 
 
 def list_bytes(capacity: int) -> int:
-    """Dynamic shared memory of a block that copies rows (struct Lists of copy.cu)."""
+    """Dynamic shared memory of a block that copies rows (struct Lists of copy.cu).
+
+    Args:
+        capacity: Rows sorted at a time; 0 for a launch that never sorts.
+    """
     return 8 * capacity + 4 * ADDRESS_BINS + 5 * 1024
 
 
@@ -468,7 +472,7 @@ class CudaBackend:
     ) -> HotState:
         """Make an empty hot state.
 
-        Its workspace has a hint a request, and a step's tables where shared memory may be too small.
+        Its workspace has a hint a request, and a step's tables if shared memory may be too small.
         """
         if torch.device(device).type != "cuda":
             raise UsageError(f"the hot state of CudaBackend lives on {self.device}, not {device}")
@@ -659,7 +663,7 @@ class CudaBackend:
             args,
             blocks=self.tuning.small_batch_blocks if small else launch.blocks,
             threads=launch.threads,
-            shared_bytes=list_bytes(self._list_capacity),
+            shared_bytes=list_bytes(self._list_capacity if is_sorted else 0),
         )
 
     # --- blocks ----------------------------------------------------------------------------------
