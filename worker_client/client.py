@@ -100,6 +100,7 @@ from worker_client.blocks import (
 )
 from worker_client.cuda_register import CudaUse, RegistrationDriver, find_driver, register_ranges
 from worker_client.host_pool import HostPool
+from worker_client.late import Late, LateAnswers, Part
 from worker_client.session import BuildRequest, ReplyT, Session, WhenAway
 from worker_client.telemetry import WorkerCounters
 
@@ -352,6 +353,19 @@ class Namespace:
         Raises:
             ServiceUnavailable: Not granted before the deadline.
         """
+        try:
+            self._wait_for_turn(timeout_s)
+            yield
+        finally:
+            # Also without the turn: who gave up waiting would get it all the same, and nobody
+            # after it. A daemon that died meanwhile forgot it, which is as good.
+            with contextlib.suppress(PeerError):
+                self._request(
+                    lambda request_id: RegistrationTurn(request_id, self.namespace_id, True),
+                    TurnReply,
+                )
+
+    def _wait_for_turn(self, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
         pause_s = _TURN_PAUSE_S
         while True:
@@ -359,7 +373,7 @@ class Namespace:
                 lambda request_id: RegistrationTurn(request_id, self.namespace_id, False), TurnReply
             )
             if turn.granted:
-                break
+                return
             if time.monotonic() >= deadline_s:
                 raise ServiceUnavailable(
                     f"no turn to register within {timeout_s} s, {turn.ahead} sessions are ahead",
@@ -368,15 +382,6 @@ class Namespace:
                 )  # fmt: skip
             time.sleep(pause_s)
             pause_s = min(pause_s * 2, _TURN_PAUSE_MAX_S)
-        try:
-            yield
-        finally:
-            # A daemon that died meanwhile forgot the turn, which is as good.
-            with contextlib.suppress(PeerError):
-                self._request(
-                    lambda request_id: RegistrationTurn(request_id, self.namespace_id, True),
-                    TurnReply,
-                )
 
     # --- writer ---------------------------------------------------------------------------------
 
@@ -421,11 +426,11 @@ class Namespace:
         """
         with self._session.lock:
             lease = self._usable_lease(lease)
-            reply = self._request(
+            reply = self._request_blocks(
                 lambda request_id: Reserve(
                     request_id, self.namespace_id, self._live_id(lease), num_blocks
                 ),
-                BlocksReply,
+                "reserved",
                 timeout_s=timeout_s,
             )
             self._take_blocks(lease, "reserved", reply)
@@ -455,11 +460,11 @@ class Namespace:
             data = keys[start * width : None if stop is None else stop * width]
         with self._session.lock:
             lease = self._usable_lease(lease)
-            reply = self._request(
+            reply = self._request_blocks(
                 lambda request_id: Lookup(
                     request_id, self.namespace_id, self._live_id(lease), space, data
                 ),
-                BlocksReply,
+                "pinned",
                 timeout_s=timeout_s,
             )
             self._take_blocks(lease, "pinned", reply)
@@ -483,11 +488,11 @@ class Namespace:
         """
         with self._session.lock:
             self._usable_lease(lease)
-            reply = self._request(
+            reply = self._request_blocks(
                 lambda request_id: Lookup(
                     request_id, self.namespace_id, self._live_id(lease), self._key_space, keys
                 ),
-                BlocksReply,
+                "pinned",
                 timeout_s=timeout_s, when_away=WhenAway.FAIL,
             )  # fmt: skip
             blocks = self._checked_blocks(reply.blocks)
@@ -513,11 +518,11 @@ class Namespace:
         raw_generations = as_blocks(generations, "generations").tobytes()
         with self._session.lock:
             lease = self._usable_lease(lease)
-            reply = self._request(
+            reply = self._request_blocks(
                 lambda request_id: Pin(
                     request_id, self.namespace_id, self._live_id(lease), raw_blocks, raw_generations
                 ),
-                BlocksReply,
+                "pinned",
                 timeout_s=timeout_s,
             )
             self._take_blocks(lease, "pinned", reply)
@@ -658,6 +663,13 @@ class Namespace:
                     canonical_generations=nothing, reserved=[(nothing, nothing)] * len(reserve),
                     num_free=0,
                 )  # fmt: skip
+            except HiSparseError:
+                raise
+            except BaseException:
+                # Ctrl-C while waiting: the daemon may carry it out, and its answer is still read.
+                if sent_id:
+                    self._queue(list(enqueued), list(completed), sent_id)
+                raise
             crash_point(_AFTER_MIRROR)
             blocks, generations = self._publish(completed, reply)
             crash_point(_AFTER_PUBLISHED)
@@ -913,47 +925,59 @@ class Namespace:
         if lease.state is not LeaseState.GRANTED:
             lease._lose_reserved()
             return
-        if len(lease.blocks):
-            blocks, generations = lease.blocks.tobytes(), lease.generations.tobytes()
-            try:
-                reply = self._session.request(
-                    lambda request_id: Pin(request_id, self.namespace_id, 0, blocks, generations),
-                    BlocksReply,
-                )
-            except (StaleBlock, UsageError, LeaseError, CapacityError):
-                lease._lose_reserved()
-                lease._revoke()
-                return
-            lease.deadline_ns = reply.lease_deadline_ns
-            self.client.remember(lease, reply.lease_id)
-            crash_point(_AFTER_PIN)
+        try:
+            self._pin_again(lease)
+        except (StaleBlock, UsageError, LeaseError, CapacityError):
+            if lease.lease_id:  # what was pinned before the refusal
+                self.client.release_later(lease.lease_id)
+            lease._lose_reserved()
+            lease._revoke()
+            return
         if len(lease.reserved_blocks):
             self._reclaim(lease)
             crash_point(_AFTER_RECLAIM)
         lease.epoch = self._session.epoch
+
+    def _pin_again(self, lease: BlockLease) -> None:
+        """All that the lease pinned, each block once, in as many messages as it takes."""
+        _, first = np.unique(lease.blocks, return_index=True)
+        order = np.sort(first)
+        for part in _slices(len(order)):
+            blocks = lease.blocks[order[part]].tobytes()
+            generations = lease.generations[order[part]].tobytes()
+
+            def build(request_id: int, blocks: bytes = blocks, gens: bytes = generations) -> Pin:
+                return Pin(request_id, self.namespace_id, lease.lease_id, blocks, gens)
+
+            reply = self._session.request(build, BlocksReply)
+            lease.deadline_ns = reply.lease_deadline_ns
+            self.client.remember(lease, reply.lease_id)
+            crash_point(_AFTER_PIN)
 
     def _reclaim(self, lease: BlockLease) -> None:
         """Get reserved blocks back from a daemon that adopted the pool; copies go on into them.
 
         Nothing changes where the daemon goes away again meanwhile: the next one is asked for them.
         """
-        blocks, generations = _raw(lease.reserved_blocks), _raw(lease.reserved_generations)
-        try:
-            reply = self._session.request(
-                lambda request_id: Reclaim(
-                    request_id, self.namespace_id, lease.lease_id, blocks, generations
-                ),
-                BlocksReply,
-            )
-        except (UsageError, LeaseError, CapacityError, MalformedMessage):
-            lease._lose_reserved()
-            return
+        blocks, generations = lease.reserved_blocks, lease.reserved_generations
+        kept: list[BlocksReply] = []
+        for part in _slices(len(blocks)):
+            asked = _raw(blocks[part]), _raw(generations[part])
+
+            def build(request_id: int, asked: tuple[bytes, bytes] = asked) -> Reclaim:
+                return Reclaim(request_id, self.namespace_id, lease.lease_id, *asked)
+
+            try:
+                kept.append(self._session.request(build, BlocksReply))
+            except (UsageError, LeaseError, CapacityError, MalformedMessage):
+                break
+            self.client.remember(lease, kept[-1].lease_id)
         lease._lose_reserved()
-        lease._regain_reserved(
-            self._checked_blocks(reply.blocks), u32_array(reply.generations, what="generations")
-        )
-        lease.deadline_ns = reply.lease_deadline_ns
-        self.client.remember(lease, reply.lease_id)
+        for reply in kept:
+            lease._regain_reserved(
+                self._checked_blocks(reply.blocks), u32_array(reply.generations, what="generations")
+            )
+            lease.deadline_ns = reply.lease_deadline_ns
 
     # --- small parts ----------------------------------------------------------------------------
 
@@ -968,6 +992,47 @@ class Namespace:
         if self._broken is not None:
             raise self._broken
         return self._session.request(build, reply_type, timeout_s=timeout_s, when_away=when_away)
+
+    def _request_blocks(
+        self,
+        build: BuildRequest,
+        part: Part,
+        *,
+        timeout_s: float | None,
+        when_away: WhenAway = WhenAway.WAIT,
+    ) -> BlocksReply:
+        """A request whose blocks join a part of a lease; they go back if its answer is too late."""
+        sent_id = 0
+
+        def noted(request_id: int) -> Request:
+            nonlocal sent_id
+            request = build(request_id)
+            sent_id = request_id
+            return request
+
+        try:
+            return self._request(noted, BlocksReply, timeout_s=timeout_s, when_away=when_away)
+        except BaseException:  # Ctrl-C too
+            if sent_id:
+                self.client.late.give_up(sent_id, part)
+            raise
+
+    def give_back_late(self, late: Late) -> None:
+        """Blocks that the daemon counts to a lease and that nobody was told of."""
+        raw = late.blocks.tobytes()
+
+        def build(request_id: int) -> Request:
+            lease_id = self._live_id(late.lease)
+            if late.part == "reserved":
+                return Abandon(request_id, self.namespace_id, lease_id, raw)
+            return Unpin(request_id, self.namespace_id, lease_id, raw)
+
+        try:
+            self._request(build, Done, when_away=WhenAway.FAIL)
+        except ServiceUnavailable:
+            self.client.late.took(late.lease, late.part, late.blocks)
+        except (UsageError, LeaseError):
+            pass  # they went with something else
 
     def _usable_lease(self, lease: BlockLease | None) -> BlockLease:
         if lease is None:
@@ -1009,6 +1074,12 @@ class Namespace:
 
 def _raw(blocks: npt.ArrayLike) -> bytes:
     return as_blocks(blocks, "blocks and generations").tobytes()
+
+
+def _slices(count: int) -> Iterator[slice]:
+    """Parts of `count` blocks that a message may carry."""
+    step = limits.MAX_BLOCKS_PER_MESSAGE
+    return (slice(start, start + step) for start in range(0, count, step))
 
 
 def _count(enqueued: Sequence[Enqueued], completed: Sequence[Completed]) -> int:
@@ -1123,6 +1194,7 @@ class Client:
             maxlen=limits.MAX_LEASES_PER_SESSION
         )
         self._streams: weakref.WeakSet[EventStream] = weakref.WeakSet()
+        self.late = LateAnswers()
         self._ttl_ns = int(limits.LEASE_TTL_S * 1e9)
         self._next_renewal_ns = 0
         session.owner = self
@@ -1318,6 +1390,7 @@ class Client:
     def reattach(self) -> None:
         """A new session was made."""
         self._unreleased.clear()  # ids of the old session mean nothing in the new one
+        self.late.clear()
         self._by_id.clear()
         for namespace in self._namespaces.values():
             namespace.reattach()
@@ -1370,11 +1443,26 @@ class Client:
         if isinstance(reply, MirrorReply):
             for namespace in self._namespaces.values():
                 namespace.settle_late(reply)
-        elif isinstance(reply, BlocksReply) and reply.lease_id not in self._by_id:
-            self.release_later(reply.lease_id)
+            for item in reply.reserved:
+                blocks = u32_array(item.blocks, what="blocks")
+                lease = self._by_id.get(item.lease_id)
+                if lease is not None:
+                    self.late.took(lease, "reserved", blocks)
+                elif len(blocks):
+                    self.release_later(item.lease_id)
+        elif isinstance(reply, BlocksReply) and reply.lease_id:
+            lease = self._by_id.get(reply.lease_id)
+            if lease is not None:
+                self.late.came(
+                    reply.request_id, lease, u32_array(reply.blocks, what="blocks")
+                )  # fmt: skip
+            else:
+                self.release_later(reply.lease_id)
 
     def housekeeping(self) -> None:
-        """Release what was dropped without a release."""
+        """Release what was dropped without a release, give back what nobody was told of."""
+        for late in list(self.late.take()):
+            late.lease.namespace.give_back_late(late)
         if self._unreleased:
             lease_ids = [lease_id for lease_id in self._drain_unreleased() if lease_id]
             self.release_ids(lease_ids)
