@@ -115,6 +115,7 @@ def allocate_backing(
     assert pool is not None, "READY without a pool"
     if entry.backing is None:
         _attach_new(state, pool, entry, request.num_blocks)
+        entry.made_by = client.session.session_id
     elif request.num_blocks > entry.backing.record.num_blocks:
         has = entry.backing.record.num_blocks
         raise GeometryMismatch(
@@ -125,7 +126,7 @@ def allocate_backing(
         )  # fmt: skip
     assert entry.backing is not None
     entry.openers.add(client.session.session_id)
-    return _backing_reply(state, pool, entry, entry.backing, request.request_id)
+    return _backing_reply(state, pool, entry, entry.backing, client, request.request_id)
 
 
 def _attach_new(state: ServerState, pool: Pool, entry: NamespaceEntry, num_blocks: int) -> None:
@@ -159,7 +160,12 @@ def _attach_new(state: ServerState, pool: Pool, entry: NamespaceEntry, num_block
 
 
 def _backing_reply(
-    state: ServerState, pool: Pool, entry: NamespaceEntry, backing: Backing, request_id: int
+    state: ServerState,
+    pool: Pool,
+    entry: NamespaceEntry,
+    backing: Backing,
+    client: Client,
+    request_id: int,
 ) -> m.BackingReply:
     record = backing.record
     return m.BackingReply(
@@ -169,7 +175,7 @@ def _backing_reply(
         table_offset_bytes=record.table_offset_bytes,
         payload_offset_bytes=record.payload_offset_bytes, payload_bytes=record.payload_bytes,
         ranges=list(entry.geometry.registration_ranges(record.num_blocks)),
-        generation=record.generation, adopted=entry.is_adopted or len(entry.openers) > 1,
+        generation=record.generation, adopted=entry.is_adopted or entry.made_by != client.session.session_id,
     )  # fmt: skip
 
 

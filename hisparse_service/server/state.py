@@ -91,6 +91,8 @@ class NamespaceEntry:
     """8 B tag that keyed requests must carry."""
     backing: Backing | None = None
     is_adopted: bool = False
+    made_by: int = 0
+    """Session that the backing was made for; every other one finds it there."""
     openers: set[int] = field(default_factory=set)
     """Live sessions that opened it; without any and without a backing it is dropped."""
     turns: deque[int] = field(default_factory=deque)
@@ -134,6 +136,8 @@ class ServerState:
     describe_helpers: Callable[[], dict[str, object]] = dict
     describe_cuda: Callable[[], dict[str, object]] = dict
     """Of the child that registers the pool; empty without one."""
+    describe_http: Callable[[], dict[str, object]] = dict
+    """Where the HTTP service listens."""
     overview: Callable[[], bytes] = lambda: _NOTHING
     """What `Overview` is answered with, as MessagePack. Never waits."""
     taps: tuple[MessageTap, ...] = ()
