@@ -492,6 +492,7 @@ class Engine:
             spec.block_size, spec.block_size, log_stats=True,
         )  # fmt: skip
         self.is_shut_down = False
+        self.statistics: list[dict[str, Any]] = []
         self.outputs: dict[str, list[int]] = {}
         self.cached_tokens: dict[str, int] = {}
 
@@ -538,7 +539,11 @@ class Engine:
         )  # fmt: skip
         for request_id, token in sampled.items():
             self.outputs[request_id].append(token)
-        self.scheduler.update_from_output(output, result)
+        outputs = self.scheduler.update_from_output(output, result)
+        for one in outputs.values():
+            stats = one.scheduler_stats
+            if stats is not None and stats.kv_connector_stats:
+                self.statistics.append(stats.kv_connector_stats)
         return output
 
     def run(self, *, max_steps: int = 400) -> None:

@@ -110,11 +110,16 @@ class CacheOps:
 
     @staticmethod
     def hisparse_gather_compact(host, hot, host_rows, hot_rows, counts) -> None:
-        rows = hot.shape[1]
+        # As `PagedCacheView.bind` numbers physical rows.
+        rows, per_row = hot.shape[1], hot.stride(1)
+        if hot.stride(0) % (rows * per_row):
+            stride_rows = rows
+        else:
+            stride_rows = hot.stride(0) // per_row
         for token in range(counts.numel()):
             for lane in range(int(counts[token])):
                 slot = int(hot_rows[token, lane])
-                hot[slot // rows, slot % rows] = host[int(host_rows[token, lane])]
+                hot[slot // stride_rows, slot % stride_rows] = host[int(host_rows[token, lane])]
 
     @staticmethod
     def hisparse_gather_plan(host, staged, row_ids, dst_rows, miss_mask, *_) -> None:

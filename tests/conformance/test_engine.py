@@ -1,4 +1,4 @@
-"""One and several engines of vLLM's own code over the service, and the same over vLLM's own pool."""
+"""Engines of vLLM's own code over the service, and the same over vLLM's own pool."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def counts(daemon) -> dict:
 # --- the same with and without the service ----------------------------------------------------
 
 
-def test_every_row_that_attention_reads_is_its_tokens(make_engine, endpoint):
+def test_every_row_that_attention_reads_is_its_tokens(endpoint, make_engine):
     engine = make_engine(endpoint, index_group_size=2)
     assert engine.generate("a", PROMPT, max_tokens=20) == expected_tokens(PROMPT, 20)
     assert engine.worker.rows_checked > 100
@@ -51,7 +51,7 @@ def test_every_row_that_attention_reads_is_its_tokens(make_engine, endpoint):
 
 
 @pytest.mark.parametrize("fp8", [True, False])
-def test_many_requests_of_all_lengths_under_a_small_device_pool(make_engine, endpoint, fp8):
+def test_many_requests_of_all_lengths_under_a_small_device_pool(endpoint, make_engine, fp8):
     engine = make_engine(endpoint, fp8=fp8, device_blocks=150, index_group_size=2)
     prompts = {f"r{i}": prompt(i % 5, 20 + 31 * i % 150) for i in range(9)}
     for request_id, tokens in prompts.items():
@@ -62,14 +62,14 @@ def test_many_requests_of_all_lengths_under_a_small_device_pool(make_engine, end
     assert engine.host_pool.get_usage() == 0
 
 
-def test_a_prefix_of_the_same_engine_is_a_hit(make_engine, endpoint):
+def test_a_prefix_of_the_same_engine_is_a_hit(endpoint, make_engine):
     engine = make_engine(endpoint)
     engine.generate("a", PROMPT)
     assert engine.generate("b", [*PROMPT, 1, 2, 3]) == expected_tokens([*PROMPT, 1, 2, 3], 4)
     assert engine.cached_tokens == {"a": 0, "b": 96}
 
 
-def test_requests_are_preempted_and_resumed_when_the_host_pool_is_full(make_engine, endpoint):
+def test_requests_are_preempted_and_resumed_when_the_host_pool_is_full(endpoint, make_engine):
     engine = make_engine(endpoint, host_blocks=22, max_model_len=256, device_blocks=300)
     prompts = {f"r{i}": prompt(i, 90) for i in range(4)}
     for request_id, tokens in prompts.items():
@@ -79,7 +79,7 @@ def test_requests_are_preempted_and_resumed_when_the_host_pool_is_full(make_engi
         assert engine.outputs[request_id] == expected_tokens(tokens, 40)
 
 
-def test_an_aborted_request_gives_its_blocks_back(make_engine, endpoint):
+def test_an_aborted_request_gives_its_blocks_back(endpoint, make_engine):
     from vllm.v1.request import RequestStatus
 
     engine = make_engine(endpoint)
@@ -92,7 +92,7 @@ def test_an_aborted_request_gives_its_blocks_back(make_engine, endpoint):
     assert engine.generate("b", prompt(3, 150)) == expected_tokens(prompt(3, 150), 4)
 
 
-def test_the_profiling_allocation_is_reused_and_its_size_cannot_change(make_engine, endpoint):
+def test_the_profiling_allocation_is_reused_and_its_size_cannot_change(endpoint, make_engine):
     from vllm.v1.hisparse import runtime
     from vllm.v1.hisparse.binding import init_hisparse_kv_cache, release_hisparse_profiling_cache
 
@@ -115,7 +115,7 @@ def test_the_profiling_allocation_is_reused_and_its_size_cannot_change(make_engi
 
 
 def test_a_binding_that_fails_releases_the_pool_and_raises_its_own_error(
-    make_engine, endpoint, monkeypatch
+    endpoint, make_engine, monkeypatch
 ):
     from vllm.v1.hisparse import binding, runtime
 
@@ -130,7 +130,7 @@ def test_a_binding_that_fails_releases_the_pool_and_raises_its_own_error(
     assert make_engine(endpoint).generate("a", PROMPT) == expected_tokens(PROMPT, 4)
 
 
-def test_a_shut_down_engine_leaves_no_pool_behind(make_engine, endpoint):
+def test_a_shut_down_engine_leaves_no_pool_behind(endpoint, make_engine):
     from vllm.v1.hisparse import runtime
 
     engine = make_engine(endpoint)
@@ -142,7 +142,7 @@ def test_a_shut_down_engine_leaves_no_pool_behind(make_engine, endpoint):
 # --- with the service -------------------------------------------------------------------------
 
 
-def test_a_prefix_served_before_a_restart_is_a_hit_after_it(make_engine, daemon):
+def test_a_prefix_served_before_a_restart_is_a_hit_after_it(daemon, make_engine):
     first = make_engine(endpoint_of(daemon))
     first.generate("a", PROMPT)
     first.shutdown()
@@ -161,7 +161,7 @@ def test_stock_vllm_forgets_at_a_restart(make_engine):
     assert second.cached_tokens["b"] == 0
 
 
-def test_without_index_keys_a_restarted_engine_computes_again(make_engine, daemon):
+def test_without_index_keys_a_restarted_engine_computes_again(daemon, make_engine):
     extra = {"hisparse_service.index_keys": "drop"}
     first = make_engine(endpoint_of(daemon), extra=extra)
     first.generate("a", PROMPT)
@@ -171,7 +171,7 @@ def test_without_index_keys_a_restarted_engine_computes_again(make_engine, daemo
     assert second.cached_tokens["b"] == 0
 
 
-def test_two_engines_share_one_pool_and_each_others_prefixes(make_engine, daemon):
+def test_two_engines_share_one_pool_and_each_others_prefixes(daemon, make_engine):
     first = make_engine(endpoint_of(daemon))
     second = make_engine(endpoint_of(daemon))
     first.generate("a", PROMPT)
@@ -188,7 +188,7 @@ def test_two_engines_share_one_pool_and_each_others_prefixes(make_engine, daemon
     assert len(status(daemon)["namespaces"]) == 1
 
 
-def test_i1_two_engines_that_compute_one_prefix_at_once_end_with_one_copy(make_engine, daemon):
+def test_i1_two_engines_that_compute_one_prefix_at_once_end_with_one_copy(daemon, make_engine):
     engines = [make_engine(endpoint_of(daemon)) for _ in range(2)]
     for one in engines:
         one.add("a", PROMPT, max_tokens=30)
@@ -206,7 +206,7 @@ def test_i1_two_engines_that_compute_one_prefix_at_once_end_with_one_copy(make_e
     assert now["blocks"]["published"] + now["blocks"]["pinned"] == 8
 
 
-def test_two_engines_under_pressure_evict_and_stay_right(make_engine, daemon):
+def test_two_engines_under_pressure_evict_and_stay_right(daemon, make_engine):
     engines = [
         make_engine(endpoint_of(daemon), host_blocks=40, device_blocks=300) for _ in range(2)
     ]
@@ -227,7 +227,7 @@ def test_two_engines_under_pressure_evict_and_stay_right(make_engine, daemon):
         assert one.outputs[request_id] == expected_tokens(tokens, 10), request_id
 
 
-def test_i2_a_page_whose_copy_is_under_way_is_not_published(make_engine, daemon):
+def test_i2_a_page_whose_copy_is_under_way_is_not_published(daemon, make_engine):
     engine = make_engine(endpoint_of(daemon))
     engine.add("a", PROMPT, max_tokens=30)
     with EVENTS.hold():
@@ -239,7 +239,7 @@ def test_i2_a_page_whose_copy_is_under_way_is_not_published(make_engine, daemon)
     assert engine.connector.service.host.totals.blocks_published > 0
 
 
-def test_a_reset_prefix_cache_is_found_by_nobody(make_engine, daemon):
+def test_a_reset_prefix_cache_is_found_by_nobody(daemon, make_engine):
     engine = make_engine(endpoint_of(daemon))
     engine.generate("a", PROMPT)
     assert engine.scheduler.reset_prefix_cache()
@@ -250,7 +250,7 @@ def test_a_reset_prefix_cache_is_found_by_nobody(make_engine, daemon):
     assert other.cached_tokens["c"] == 0
 
 
-def test_another_hash_function_or_model_shares_nothing(make_engine, daemon, tmp_path):
+def test_another_hash_function_or_model_shares_nothing(daemon, make_engine, tmp_path):
     make_engine(endpoint_of(daemon)).generate("a", PROMPT)
     other = make_engine(endpoint_of(daemon), hash_algorithm="sha256")
     other.generate("b", PROMPT)
@@ -260,7 +260,7 @@ def test_another_hash_function_or_model_shares_nothing(make_engine, daemon, tmp_
     assert tenant.cached_tokens["c"] == 0
 
 
-def test_another_size_of_the_same_pool_is_refused_with_the_size_that_fits(make_engine, daemon):
+def test_another_size_of_the_same_pool_is_refused_with_the_size_that_fits(daemon, make_engine):
     from vllm.v1.hisparse import runtime
 
     first = make_engine(endpoint_of(daemon), host_blocks=64)
@@ -274,14 +274,14 @@ def test_another_size_of_the_same_pool_is_refused_with_the_size_that_fits(make_e
     assert len(runtime._host_pools) == 1
 
 
-def test_prefix_caching_switched_off_publishes_nothing(make_engine, daemon):
+def test_prefix_caching_switched_off_publishes_nothing(daemon, make_engine):
     engine = make_engine(endpoint_of(daemon), enable_caching=False)
     assert engine.generate("a", PROMPT) == expected_tokens(PROMPT, 4)
     assert engine.generate("b", PROMPT) == expected_tokens(PROMPT, 4)
     assert engine.connector.service.host.totals.blocks_published == 0
 
 
-def test_what_an_engine_does_not_need_goes_back_for_others(make_engine, daemon):
+def test_what_an_engine_does_not_need_goes_back_for_others(daemon, make_engine):
     extra = {"hisparse_service.spare_blocks": 2}
     engine = make_engine(endpoint_of(daemon), extra=extra, enable_caching=False)
     for i in range(4):
@@ -297,7 +297,7 @@ def test_what_an_engine_does_not_need_goes_back_for_others(make_engine, daemon):
 # --- without the daemon for a while -----------------------------------------------------------
 
 
-def test_a_daemon_restarted_between_two_steps_disturbs_nothing(make_engine, daemon):
+def test_a_daemon_restarted_between_two_steps_disturbs_nothing(daemon, make_engine):
     engine = make_engine(endpoint_of(daemon))
     engine.add("a", PROMPT, max_tokens=30)
     for _ in range(6):
@@ -317,7 +317,7 @@ def test_a_daemon_restarted_between_two_steps_disturbs_nothing(make_engine, daem
     assert again.cached_tokens["b"] == 96
 
 
-def test_while_the_service_is_away_running_requests_go_on_and_new_ones_wait(make_engine, daemon):
+def test_while_the_service_is_away_running_requests_go_on_and_new_ones_wait(daemon, make_engine):
     from real_daemon import wait_until
 
     extra = {"hisparse_service.spare_blocks": 8}
@@ -337,7 +337,7 @@ def test_while_the_service_is_away_running_requests_go_on_and_new_ones_wait(make
     assert engine.outputs["b"] == expected_tokens(prompt(5, 220), 4)
 
 
-def test_with_when_away_fail_the_engine_ends_for_failover(make_engine, daemon):
+def test_with_when_away_fail_the_engine_ends_for_failover(daemon, make_engine):
     from real_daemon import wait_until
 
     from hisparse_service.contract.errors import ServiceUnavailable
@@ -375,7 +375,7 @@ def test_an_engine_without_a_daemon_does_not_start_and_says_why(make_engine, tmp
 # --- metrics ----------------------------------------------------------------------------------
 
 
-def test_the_pools_numbers_are_in_vllms_registry_under_its_naming(make_engine, daemon):
+def test_the_pools_numbers_are_in_vllms_registry_under_its_naming(daemon, make_engine):
     from prometheus_client import REGISTRY
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
@@ -383,12 +383,14 @@ def test_the_pools_numbers_are_in_vllms_registry_under_its_naming(make_engine, d
     engine = make_engine(endpoint_of(daemon))
     metrics = KVConnectorProm(engine.config, ["engine"], {0: ["0"]})
     engine.generate("a", PROMPT)
-    stats = engine.connector.get_kv_connector_stats()
-    metrics.observe(stats.data)
+    for data in engine.statistics:
+        metrics.observe(data)
+    engine.statistics.clear()
     engine.generate("b", [*PROMPT, 4])
     connector = KVConnectorFactory.get_connector_class_by_name("HiSparseConnector")
-    stats = connector.build_kv_connector_stats(engine.connector.get_kv_connector_stats().data)
-    total = connector.build_kv_connector_stats().aggregate(stats)
+    total = connector.build_kv_connector_stats()
+    for data in engine.statistics:
+        total = total.aggregate(connector.build_kv_connector_stats(data))
     metrics.observe(total.data)
 
     def value(name: str) -> float | None:

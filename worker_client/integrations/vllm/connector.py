@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -193,8 +194,15 @@ def hash_salt(vllm_config: Any, coordinator: Any) -> bytes:
     from vllm.v1.core import kv_cache_utils
 
     pool = coordinator.host_manager.block_pool
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    if not algorithm.startswith("sha256") and "PYTHONHASHSEED" not in os.environ:
+        logger.warning(
+            "hisparse-service: %s has a random seed in each process: prefixes are not shared and "
+            "do not outlive this engine. Use sha256_cbor, or set PYTHONHASHSEED",
+            algorithm,
+        )
     parts = (
-        str(vllm_config.cache_config.prefix_caching_hash_algo),
+        algorithm,
         getattr(kv_cache_utils, "NONE_HASH", b"").hex(),
         str(pool.hash_block_size),
     )

@@ -117,28 +117,35 @@ class HostBlocks:
     # --- at once --------------------------------------------------------------------------------
 
     def reserve(self, needed: int) -> list[int]:
-        """At least `needed` new blocks, and the spare ones with them where there are enough.
+        """`needed` new blocks, and the spare ones with them where there are enough.
 
-        An empty list: they cannot be had now.
+        Fewer, or none: they cannot be had now.
 
         Raises:
             ServiceUnavailable: Away for longer than the limit, with `WhenAway.FAIL`.
         """
-        for wanted in dict.fromkeys((needed + self.spare_blocks, needed)):
+        taken: list[int] = []
+        extra = self.spare_blocks
+        while len(taken) < needed:
+            wanted = min(needed - len(taken) + extra, limits.MAX_RESERVE_BLOCKS)
+            before = len(self._lease.reserved_blocks)
             try:
-                before = len(self._lease.reserved_blocks)
                 self.namespace.reserve(wanted, lease=self._lease, timeout_s=self._timeout_s())
             except CapacityError:
-                continue
+                if extra:
+                    extra = 0
+                    continue
+                break
             except ServiceUnavailable as error:
                 self._note_away(error)
                 break
             self._away_since_s = None
             blocks = self._lease.reserved_blocks[before:]
             self._remember(blocks, self._lease.reserved_generations[before:])
-            return [int(block) for block in blocks]
-        self.totals.refused_reservations += 1
-        return []
+            taken += [int(block) for block in blocks]
+        if len(taken) < needed:
+            self.totals.refused_reservations += 1
+        return taken
 
     def lookup(self, keys: bytes) -> list[int]:
         """Blocks of the longest published prefix of `keys`, pinned. Empty while it is away."""
