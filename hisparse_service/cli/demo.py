@@ -26,7 +26,7 @@ from typing import Annotated, Any, Final, Literal, Optional
 import numpy as np
 import typer
 
-from hisparse_service.cli.demo_processes import PrivateDaemon, WorkerProcess
+from hisparse_service.cli.demo_processes import PrivateDaemon, WorkerProcess, package_file
 from hisparse_service.cli.demo_report import (
     Check,
     DemoReport,
@@ -45,6 +45,8 @@ _SHARED_BYTES: Final = 288
 _SHORTEST_PROMPT: Final = 900
 _PROMPT_STEP: Final = 130
 _MAX_STEPS: Final = 100_000
+INTERRUPTED: Final = 130
+"""Exit code after Ctrl-C, as shells have it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +112,7 @@ def run_demo(options: DemoOptions, progress: Progress) -> DemoReport:
         HiSparseError: It could not run: options, daemon, memory.
     """
     options.check()
-    text = options.text or _shipped_text()
+    text = options.text or package_file("integrations", "data", "memory_hierarchies.txt")
     requests = _requests(options, text)
     with contextlib.ExitStack() as stack:
         directory = Path(tempfile.mkdtemp(prefix="hisparse-demo-"))
@@ -118,7 +120,7 @@ def run_demo(options: DemoOptions, progress: Progress) -> DemoReport:
         endpoint, pool_bytes = options.endpoint, 0
         if not endpoint:
             progress.say(f"starting a daemon with a pool of {_mib(options.pool_bytes)}")
-            daemon = PrivateDaemon(options.pool_bytes)
+            daemon = PrivateDaemon(options.pool_bytes, log=directory / "daemon.log")
             stack.callback(daemon.close)
             endpoint, pool_bytes = daemon.endpoint, options.pool_bytes
         job = {
@@ -148,13 +150,6 @@ def run_demo(options: DemoOptions, progress: Progress) -> DemoReport:
             _compare(run, generation, outcome, _take_reference(run, reference, generation))
         _check_mechanisms(run)
     return run.report
-
-
-def _shipped_text() -> Path:
-    spec = find_spec("worker_client")
-    if spec is None or spec.origin is None:
-        raise ConfigError("the package worker_client is not installed")
-    return Path(spec.origin).parent / "integrations" / "data" / "memory_hierarchies.txt"
 
 
 def _requests(options: DemoOptions, text: Path) -> list[dict[str, Any]]:
@@ -437,6 +432,8 @@ def main(arguments: Sequence[str]) -> int:
     except HiSparseError as error:
         print(f"{error.code}: {error}", file=sys.stderr)
         return exit_code_of(error)
+    except (typer.Abort, KeyboardInterrupt):
+        return INTERRUPTED
     except Exception as error:
         # typer's usage errors are click's, which it may carry along under its own name.
         if not hasattr(error, "show"):

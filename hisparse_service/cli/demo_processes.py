@@ -10,67 +10,71 @@ import contextlib
 import json
 import os
 import secrets
-import select
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from hisparse_service.contract.errors import ServiceUnavailable, from_wire
+from hisparse_service.contract.errors import ConfigError, ServiceUnavailable, from_wire
+from hisparse_service.server.runtime_directory import CONTROL_SOCKET_NAME
 
 _START_TIMEOUT_S: Final = 120.0
 """Importing torch and transformers takes some seconds, on a cold disk many."""
 _STOP_TIMEOUT_S: Final = 20.0
+_POLL_S: Final = 0.02
 _LOG_TAIL_BYTES: Final = 2_000
 
 
 class PrivateDaemon:
-    """A daemon for one demonstration, in a directory of its own.
+    """A daemon for one demonstration; it ends with this process, however that ends.
+
+    The supervisor of embedded daemons stands in between and leaves no shared memory.
 
     Args:
         pool_bytes: Size of its pool.
+        log: Where it writes.
     """
 
-    def __init__(self, pool_bytes: int) -> None:
+    def __init__(self, pool_bytes: int, *, log: Path) -> None:
         # Short, because a socket's path has 107 bytes at most.
         self.directory = Path(tempfile.mkdtemp(prefix="hsp-demo-", dir="/tmp"))
-        self._log = self.directory / "daemon.log"
-        ready, write = os.pipe()
-        try:
-            with self._log.open("wb") as log:
-                self._process = subprocess.Popen(
-                    [
-                        sys.executable, "-m", "hisparse_service", "serve",
-                        "--instance", f"demo-{os.getpid()}-{secrets.token_hex(3)}",
-                        "--runtime-dir", str(self.directory / "run"),
-                        "--pool-bytes", str(pool_bytes),
-                        "--log-level", "warning", "--ready-fd", str(write),
-                    ],
-                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[write],
-                    env=_environment(), start_new_session=True,
-                )  # fmt: skip
-            os.close(write)
-            self._wait_ready(ready)
-        finally:
-            os.close(ready)
+        self._log = log
+        instance = f"demo-{os.getpid()}-{secrets.token_hex(3)}"
+        with log.open("wb") as stream:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable, "-I", "-S", str(_supervisor()), str(os.getpid()),
+                    str(self.directory), instance, "--",
+                    sys.executable, "-m", "hisparse_service", "serve",
+                    "--instance", instance, "--runtime-dir", str(self.directory),
+                    "--pool-bytes", str(pool_bytes), "--log-level", "warning",
+                ],
+                stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, env=_environment(),
+                start_new_session=True,
+            )  # fmt: skip
+        self._wait_listening()
 
     @property
     def endpoint(self) -> str:
         """Its runtime directory."""
-        return str(self.directory / "run")
+        return str(self.directory)
 
-    def _wait_ready(self, descriptor: int) -> None:
-        readable, _, _ = select.select([descriptor], [], [], _START_TIMEOUT_S)
-        if not readable or not os.read(descriptor, 1):
-            tail = _tail(self._log)
-            self.close()
-            raise ServiceUnavailable(
-                f"the demonstration's daemon did not start: {tail}",
-                remedy="Correct what it complains of, or use a running one with --endpoint",
-            )
+    def _wait_listening(self) -> None:
+        """Until its socket is there; workers then wait for the pool themselves."""
+        deadline_s = time.monotonic() + _START_TIMEOUT_S
+        while not (self.directory / CONTROL_SOCKET_NAME).exists():
+            if self._process.poll() is not None or time.monotonic() > deadline_s:
+                self.close()
+                raise ServiceUnavailable(
+                    f"the demonstration's daemon did not start: {_tail(self._log)}",
+                    remedy="Correct what it complains of, or use a running one with --endpoint",
+                )
+            time.sleep(_POLL_S)
 
     def close(self) -> None:
         """End it; its pool is released, for no worker is left. Idempotent."""
@@ -82,6 +86,22 @@ class PrivateDaemon:
                 self._process.kill()
                 self._process.wait()
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def package_file(*parts: str) -> Path:
+    """A file of the package `worker_client`, which this command does not import.
+
+    Raises:
+        ConfigError: The package is not installed.
+    """
+    spec = find_spec("worker_client")
+    if spec is None or spec.origin is None:
+        raise ConfigError("the package worker_client is not installed")
+    return Path(spec.origin).parent.joinpath(*parts)
+
+
+def _supervisor() -> Path:
+    return package_file("embedded_supervisor.py")
 
 
 class WorkerProcess:

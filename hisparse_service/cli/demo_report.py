@@ -98,7 +98,7 @@ class DemoReport:
             "rows missed (hot rows evicted)": f"{total('miss_rows'):,} "
             f"({total('evicted_hot_rows'):,})",
             "pages spilled / restored": f"{total('spilled_pages'):,} / {total('restored_pages'):,}",
-            "blocks mirrored / published by rank 0": f"{writer['mirrored_pages']:,} / "
+            "blocks mirrored / published": f"{writer['mirrored_pages']:,} / "
             f"{writer['published_pages']:,} ({writer['merged_pages']:,} were there already)",
             "host rows compared byte for byte": f"{total('checked_rows'):,}",
             "host memory: shared / private copies": f"{held:.1f} MiB / {held * copies:.1f} MiB",

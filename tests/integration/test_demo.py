@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
+from helpers import SHM, wait_until
 
+from hisparse_service.cli.demo import INTERRUPTED
 from hisparse_service.cli.exit_codes import CONFIG, FAILED, USAGE
+
+# A run takes some 15 s of two free cores; several times that beside other tests.
+pytestmark = pytest.mark.timeout(300)
 
 SMALL = ("--requests", "2", "--steps", "14", "--pool-bytes", "16MiB")
 
 
-def run_demo(*arguments, timeout_s=110):
+def run_demo(*arguments, timeout_s=280):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("HISPARSE_")}
     return subprocess.run(
         [sys.executable, "-m", "hisparse_service", "demo", *arguments],
@@ -53,6 +60,31 @@ def test_a_damaged_host_row_is_found_and_fails_the_demonstration(make_daemon):
     lines = [line for line in done.stdout.splitlines() if "WRONG" in line]
     assert any("host rows" in line and "rank 1" in line for line in lines), done.stdout
     assert "FAILED" in done.stdout
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "killed"])
+def test_an_ended_demonstration_leaves_neither_processes_nor_memory(how):
+    """The daemon is its own private one: nobody else would ever remove it."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hisparse_service", "demo", *SMALL],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        for line in process.stderr:
+            if "prompt tokens computed" in line:
+                break
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) >= 4  # supervisor, daemon, two ranks
+        process.send_signal(how)
+        process.stderr.read()
+        assert process.wait(30) == (INTERRUPTED if how is signal.SIGINT else -how)
+    wait_until(lambda: not any(map(_is_running, family)), what="all processes have ended")
+    assert not list(SHM.glob(f"hisparse-demo-{process.pid}-*"))
+
+
+def _is_running(process):
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize(
