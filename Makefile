@@ -9,6 +9,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
+.PHONY: docs deploy-test
 .PHONY: help demo test lint format unit conformance bench clean
 
 help: ## Show this list
@@ -43,6 +44,14 @@ conformance: ## vLLM's own code over the service; makes .venv-vllm at the first 
 
 bench: $(STAMP) ## Speed of the control plane and the pool, as ratios, both sides in one run
 	$(BIN)/python -m benchmarks
+
+docs: $(STAMP) ## The documentation as a site in build/site; reference pages are written anew
+	$(BIN)/python docs/generate.py
+	$(BIN)/mkdocs build --quiet
+
+deploy-test: $(STAMP) ## Units, image, manifests, rules, documentation; the slow tests too
+	sh deploy/setup-tools.sh
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup tests/deploy
 
 clean: ## Remove what make built
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

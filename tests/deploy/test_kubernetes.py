@@ -327,7 +327,7 @@ def test_the_pod_starts_a_daemon_that_an_engine_attaches_to_and_drains(pod: Pod)
     # The engine's side: only what its container is given, the directory.
     attach = (
         "import sys; from worker_client import connect\n"
-        "with connect(sys.argv[1]) as client: print(client.instance)"
+        "with connect(sys.argv[1], client_name='engine') as client: print(client.instance)"
     )
     done = run([sys.executable, "-c", attach, endpoint])
     assert (done.returncode, done.stdout.strip()) == (0, pod.instance)
