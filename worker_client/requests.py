@@ -7,7 +7,6 @@ carries them out in the order of `StepPlan`'s fields. Any thread.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -209,8 +208,3 @@ class Request:
             if not page.is_published:
                 return count
         return len(self.pages)
-
-
-def total_tokens(work: Sequence[StepWork]) -> int:
-    """Tokens of a step."""
-    return sum(item.num_tokens for item in work)

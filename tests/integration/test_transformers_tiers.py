@@ -369,6 +369,15 @@ def test_a_model_with_another_attention_or_geometry_is_refused_and_left_as_it_wa
         ModelShape.of(make_model(layers=("shared", "full")).config, torch.float32)
 
 
+def test_a_token_that_the_model_does_not_know_is_refused_before_anything_is_reserved(
+    daemon, engines
+):
+    engine = engines(daemon, ranks=1)
+    with pytest.raises(UsageError, match="256"):
+        engine.add("a", [1, 2, 256])
+    assert engine.generators[0].coordinator.statistics.control_messages == 0
+
+
 def test_the_wrapped_model_cannot_be_run_past_its_tiers(daemon, engines):
     engine = engines(daemon, ranks=1)
     tiers = engine.generators[0].tiers

@@ -11,7 +11,7 @@ namespace. Used on the worker's compute thread only.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -171,6 +171,7 @@ class Generator:
 
         A name that was used before is free again when the last pages of its request are.
         """
+        _check_prompt(prompt, self.tiers.model.config.vocab_size)
         if self.coordinator.knows(request_id) and request_id not in self._sequences:
             self._wait(
                 lambda: not self.coordinator.knows(request_id),
@@ -366,7 +367,7 @@ class Generator:
         if self.options.audit is not None:
             self.options.audit.ended(request_id)
 
-    def _wait(self, is_done: Any, what: str) -> None:
+    def _wait(self, is_done: Callable[[], bool], what: str) -> None:
         deadline_s = time.monotonic() + self.options.wait_timeout_s
         while True:
             self.settle()
@@ -380,7 +381,7 @@ class Generator:
             time.sleep(_POLL_S)
 
 
-def check_prompt(prompt: Sequence[int], vocab_size: int) -> None:
+def _check_prompt(prompt: Sequence[int], vocab_size: int) -> None:
     """Refuse token ids that the model has no embedding for.
 
     Raises:
