@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from hisparse_service.contract.keys import key_space
-from hisparse_service.contract.limits import LOOKUP_SLICE_KEYS, MAX_BLOCKS_PER_MESSAGE
+from hisparse_service.contract.limits import LOOKUP_SLICE_KEYS, MAX_RESERVE_BLOCKS
 from hisparse_service.contract.segment import RECORD_DTYPE
 from hisparse_service.directory.directory import Directory
 from hisparse_service.directory.results import BackingMode, CompletedItem, MirrorItem
@@ -54,7 +54,7 @@ class Bench:
         num_keys = len(keys) // KEY_BYTES
         leases = []
         while done < num_keys:
-            part = min(MAX_BLOCKS_PER_MESSAGE, num_keys - done)
+            part = min(MAX_RESERVE_BLOCKS, num_keys - done)
             granted = self.directory.reserve(1, 1, part, 0, now_s=0.0)
             leases.append(granted.lease_id)
             item = MirrorItem(
@@ -188,7 +188,7 @@ def main() -> None:
     for prefix_blocks, batch in ((1, 1), (250, 1), (250, 256), (1000, 16_384)):
         bench_eviction(40_000 if quick else 1_000_000, prefix_blocks, batch)
     if not quick:
-        bench_eviction(1_000_000, 1_000, MAX_BLOCKS_PER_MESSAGE)
+        bench_eviction(1_000_000, 1_000, MAX_RESERVE_BLOCKS)
 
 
 if __name__ == "__main__":

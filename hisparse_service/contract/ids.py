@@ -29,6 +29,7 @@ Epoch = NewType("Epoch", int)
 
 NULL_BLOCK = BlockId(0)
 NO_LEASE = LeaseId(0)
+NO_SESSION = SessionId(0)
 
 
 class BlockHandle(msgspec.Struct, frozen=True, order=True, array_like=True):

@@ -30,7 +30,7 @@ from hisparse_service.contract.errors import (
     UsageError,
     WriterTaken,
 )
-from hisparse_service.contract.ids import NamespaceId, SessionId
+from hisparse_service.contract.ids import NO_SESSION, NamespaceId, SessionId
 from hisparse_service.contract.limits import (
     ADOPTION_GRACE_S,
     BLOCK_KEY_BYTES,
@@ -39,6 +39,7 @@ from hisparse_service.contract.limits import (
     LOOKUP_SLICE_KEYS,
     MAX_BLOCKS_PER_BACKING,
     MAX_BLOCKS_PER_MESSAGE,
+    MAX_EXPIRED_LEASES,
     MAX_KEYS,
     MAX_LEASES_PER_SESSION,
     MAX_LIST_ROWS,
@@ -148,7 +149,7 @@ class Directory:
         self._leases = LeaseTable(ttl_s=lease_ttl_s)
         self._namespaces: dict[int, Namespace] = {}
         self._accounts: dict[int, SessionAccount] = {}
-        self._caretaker = SessionAccount(SessionId(0), "", 0)
+        self._caretaker = SessionAccount(NO_SESSION, "", 0)
         """Holds what an earlier daemon's clients were writing and reading, and what is in
         quarantine; no session has this id."""
 
@@ -382,11 +383,21 @@ class Directory:
         others = (a for a in self._accounts.values() if a.group == account.group)
         return next((a for a in others if a is not account), None)
 
+    def _kept_for(self, account: SessionAccount) -> list[Lease]:
+        """Leases whose blocks a session may take back, if it reserved them before."""
+        kept = list(self._caretaker.leases.values())
+        if account.group:
+            for other in self._accounts.values():
+                if other.group == account.group:
+                    kept += [each for each in other.leases.values() if each.is_inherited]
+        return kept
+
     def _inherit(self, owner: Namespace, lease: Lease, heir: SessionAccount) -> None:
         held = len(lease.reserved)
         owner.charge(lease, reserved=-held, leases=-1)
         del lease.account.leases[lease.lease_id]
         lease.account = heir
+        lease.is_inherited = True
         heir.delegates_copies = True  # its heir, in turn, may be the one that copies
         heir.leases[lease.lease_id] = lease
         owner.charge(lease, reserved=held, leases=1)
@@ -509,7 +520,7 @@ class Directory:
             raise UsageError(f"{len(blocks)} blocks with {len(generations)} generations")
         wanted = _distinct(owner, blocks)
         columns = owner.blocks.columns
-        kept = [each for each in self._caretaker.leases.values() if each.namespace == namespace]
+        kept = [each for each in self._kept_for(account) if each.namespace == namespace]
         lease = self._leases.require_live(account, owner.namespace, lease_id) if lease_id else None
         good = np.isin(columns.holder[wanted], [each.lease_id for each in kept])
         wanted = wanted[good & (columns.generation[wanted] == generations)]
@@ -759,7 +770,7 @@ class Directory:
         """
         account, owner = self._writer(session, namespace)
         lease = self._leases.require_held(account, owner.namespace, lease_id)
-        wanted = _distinct(owner, blocks)
+        wanted = _distinct(owner, blocks, limit=MAX_RESERVE_BLOCKS)
         is_reserved = owner.blocks.columns.holder[wanted] == lease_id
         reserved, pinned = wanted[is_reserved], wanted[~is_reserved]
         missing = lease.pins.missing(pinned)
@@ -799,13 +810,13 @@ class Directory:
         return as_u32(gone)
 
     def expire(self, now_s: float) -> ExpiryResult:
-        """End leases whose deadline passed.
+        """End leases whose deadline passed; MAX_EXPIRED_LEASES at most, the others next time.
 
         Pins are dropped. Reserved blocks of a live session are kept, because its copies may still
         be in flight: they return on abandon, free, release or death.
         """
         expired = []
-        for lease in self._leases.pop_due(now_s):
+        for lease in self._leases.pop_due(now_s, max_leases=MAX_EXPIRED_LEASES):
             owner = self._namespaces[lease.namespace]
             if lease.account is self._caretaker:
                 # Who wanted what it kept has come for it by now, or is gone.
@@ -896,25 +907,30 @@ class Directory:
     def check_invariants(self) -> None:
         """Recount everything from scratch; AssertionError where it does not agree. For tests."""
         per_namespace = {key: Usage() for key in self._namespaces}
+        kept = {key: Usage() for key in self._namespaces}
         for account in (*self._accounts.values(), self._caretaker):
             total = Usage()
+            of_namespace = kept if account is self._caretaker else per_namespace
             for lease in account.leases.values():
-                for usage in (total, per_namespace[lease.namespace]):
+                for usage in (total, of_namespace[lease.namespace]):
                     usage.reserved_blocks += len(lease.reserved)
                     usage.pins += len(lease.pins)
                     usage.leases += 1
                 columns = self._namespaces[lease.namespace].blocks.columns
                 assert all(columns.holder[block] == lease.lease_id for block in lease.reserved)
             assert total == account.usage
-        assert len(self._leases) == sum(usage.leases for usage in per_namespace.values())
+        assert len(self._leases) == sum(
+            usage.leases for usage in (*per_namespace.values(), *kept.values())
+        )
         for key, usage in per_namespace.items():
             owner = self._namespaces[key]
             assert usage == owner.usage
             if owner.attached is not None:
                 owner.attached.check_invariants()
                 columns = owner.attached.columns
-                assert np.count_nonzero(columns.holder) == usage.reserved_blocks
-                assert int(columns.readers.sum()) == usage.pins
+                num_reserved = usage.reserved_blocks + kept[key].reserved_blocks
+                assert np.count_nonzero(columns.holder) == num_reserved
+                assert int(columns.readers.sum()) == usage.pins + kept[key].pins
 
     # --- helpers ----------------------------------------------------------------------------
 
@@ -981,7 +997,7 @@ def _check_group(account: SessionAccount, group: str) -> None:
         )
 
 
-def _distinct(owner: Namespace, blocks: U32Array) -> Blocks:
+def _distinct(owner: Namespace, blocks: U32Array, *, limit: int = MAX_BLOCKS_PER_MESSAGE) -> Blocks:
     """Ids as an index array, in the given order.
 
     Raises:
@@ -991,10 +1007,11 @@ def _distinct(owner: Namespace, blocks: U32Array) -> Blocks:
     wanted = np.asarray(blocks).astype(np.intp)
     if not wanted.size:
         return wanted
-    if len(wanted) > MAX_BLOCKS_PER_MESSAGE:
+    if len(wanted) > limit:
         raise UsageError(
-            f"{len(wanted)} blocks in a request, the limit is {MAX_BLOCKS_PER_MESSAGE}",
-            limit=MAX_BLOCKS_PER_MESSAGE,
+            f"{len(wanted)} blocks in a request, the limit is {limit}",
+            remedy="Send them in several requests",
+            limit=limit,
             value=len(wanted),
         )
     if wanted.min() < 1 or wanted.max() >= owner.blocks.num_blocks:

@@ -107,6 +107,8 @@ class Lease:
     reserved: set[int] = field(default_factory=set)
     """Blocks in RESERVED or WRITING."""
     pins: PinSet = field(default_factory=PinSet)
+    is_inherited: bool = False
+    """Reserved by another session of the group, which ended; that one may take it back."""
 
 
 class LeaseTable:
@@ -205,10 +207,10 @@ class LeaseTable:
         """GRANTED -> EXPIRED, still known because of the blocks that it reserved."""
         lease.state = next_lease_state(lease.state, LeaseEvent.EXPIRE, lease=lease.lease_id)
 
-    def pop_due(self, now_s: float) -> list[Lease]:
-        """Granted leases whose deadline passed. The caller expires each of them."""
-        due = []
-        while self._deadlines and self._deadlines[0][0] <= now_s:
+    def pop_due(self, now_s: float, *, max_leases: int) -> list[Lease]:
+        """Granted leases whose deadline passed, so many at most. The caller expires each."""
+        due: list[Lease] = []
+        while len(due) < max_leases and self._deadlines and self._deadlines[0][0] <= now_s:
             _, lease_id = heapq.heappop(self._deadlines)
             lease = self._leases.get(lease_id)
             if lease is None or lease.state is not LeaseState.GRANTED:

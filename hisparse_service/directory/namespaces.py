@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from hisparse_service.contract.errors import CapacityError, QuotaExceeded, UsageError
-from hisparse_service.contract.ids import NamespaceId
+from hisparse_service.contract.ids import NO_SESSION, NamespaceId
 from hisparse_service.contract.keys import key_space
 from hisparse_service.directory.blocks import NO_BLOCKS, BlockDirectory
 from hisparse_service.directory.index import Blocks
@@ -143,8 +143,13 @@ class Namespace:
         )
 
     def charge(self, lease: Lease, *, reserved: int = 0, pins: int = 0, leases: int = 0) -> None:
-        """Add to (or take from) what the lease's session and the namespace use."""
-        for usage in (lease.account.usage, self.usage):
+        """Add to (or take from) what the lease's session and the namespace use.
+
+        Not to the namespace what is only kept until its owner takes it back: that would be refused
+        where both together pass the quota.
+        """
+        is_kept = lease.account.session_id == NO_SESSION
+        for usage in (lease.account.usage,) if is_kept else (lease.account.usage, self.usage):
             usage.reserved_blocks += reserved
             usage.pins += pins
             usage.leases += leases

@@ -18,7 +18,7 @@ from hisparse_service.contract.errors import NotHeld, PublishOutOfOrder, StaleBl
 from hisparse_service.contract.limits import (
     BLOCK_KEY_BYTES,
     MAX_BATCH_ITEMS,
-    MAX_BLOCKS_PER_MESSAGE,
+    MAX_RESERVE_BLOCKS,
 )
 from hisparse_service.contract.segment import BlockState
 from hisparse_service.directory.index import Blocks, Keys, as_keys
@@ -53,11 +53,11 @@ def check_batch_size(items: Sequence[MirrorItem]) -> int:
         if len(item.blocks) != len(item.generations):
             raise UsageError(f"{len(item.blocks)} blocks with {len(item.generations)} generations")
         num_blocks += len(item.blocks)
-    if num_blocks > MAX_BLOCKS_PER_MESSAGE:
+    if num_blocks > MAX_RESERVE_BLOCKS:
         raise UsageError(
-            f"{num_blocks} blocks in a batch, the limit is {MAX_BLOCKS_PER_MESSAGE}",
+            f"{num_blocks} blocks in a batch, the limit is {MAX_RESERVE_BLOCKS}",
             remedy="Send them in several batches",
-            limit=MAX_BLOCKS_PER_MESSAGE,
+            limit=MAX_RESERVE_BLOCKS,
             value=num_blocks,
         )
     return num_blocks
