@@ -175,7 +175,8 @@ def _backing_reply(
         table_offset_bytes=record.table_offset_bytes,
         payload_offset_bytes=record.payload_offset_bytes, payload_bytes=record.payload_bytes,
         ranges=list(entry.geometry.registration_ranges(record.num_blocks)),
-        generation=record.generation, adopted=entry.is_adopted or entry.made_by != client.session.session_id,
+        generation=record.generation,
+        adopted=entry.is_adopted or entry.made_by != client.session.session_id,
     )  # fmt: skip
 
 
