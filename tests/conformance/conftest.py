@@ -22,8 +22,8 @@ def pytest_configure() -> None:
 
 
 @pytest.fixture(scope="session")
-def vllm() -> Iterator[None]:
-    """vLLM with the stand-ins and the plugin in this process, and a group of one rank."""
+def vllm() -> None:
+    """VLLM with the stand-ins and the plugin in this process, and a group of one rank."""
     import engine
     import stand_ins
 
@@ -32,7 +32,6 @@ def vllm() -> Iterator[None]:
     stand_ins.install()
     register()
     engine.init_ranks(0, 1, engine.free_port())
-    yield
 
 
 @pytest.fixture

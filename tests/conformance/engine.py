@@ -50,7 +50,7 @@ def host_page_bytes(spec: EngineSpec) -> int:
 
 
 def make_config(spec: EngineSpec) -> Any:
-    """vLLM's configuration. HiSparse is set after the checks that ask for a GPU."""
+    """VLLM's configuration. HiSparse is set after the checks that ask for a GPU."""
     import vllm.config as c
     from vllm.config.attention import HiSparseConfig
 
@@ -112,7 +112,7 @@ class _Backend:
         return "conformance"
 
     @staticmethod
-    def get_supported_kernel_block_sizes(spec: Any = None) -> list[Any]:
+    def get_supported_kernel_block_sizes(_spec: Any = None) -> list[Any]:
         from vllm.v1.attention.backend import MultipleOf
 
         return [MultipleOf(1)]
@@ -140,7 +140,7 @@ def layer_specs(spec: EngineSpec) -> dict[str, Any]:
 
 
 def make_cache_config(spec: EngineSpec, config: Any) -> Any:
-    """vLLM's own layout of this engine's caches."""
+    """VLLM's own layout of this engine's caches."""
     from vllm.v1.core.kv_cache_planning import _get_kv_cache_bytes_per_block
     from vllm.v1.hisparse.binding import resolve_hisparse_specs
     from vllm.v1.hisparse.layout import (
@@ -167,7 +167,7 @@ def free_port() -> int:
 
 
 def init_ranks(rank: int, world_size: int, port: int) -> None:
-    """vLLM's tensor-parallel group over gloo, once a process."""
+    """VLLM's tensor-parallel group over gloo, once a process."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
 
@@ -488,9 +488,13 @@ class Engine:
         init_none_hash(hash_function)
         self.hasher = get_request_block_hasher(spec.block_size, hash_function)
         self.scheduler = Scheduler(
-            config, generate_scheduler_kv_cache_config([self.worker.cache_config]),             StructuredOutputManager(config),
-            spec.block_size, spec.block_size, log_stats=True,
-        )  # fmt: skip
+            config,
+            generate_scheduler_kv_cache_config([self.worker.cache_config]),
+            StructuredOutputManager(config),
+            spec.block_size,
+            spec.block_size,
+            log_stats=True,
+        )
         self.is_shut_down = False
         self.statistics: list[dict[str, Any]] = []
         self.outputs: dict[str, list[int]] = {}

@@ -51,6 +51,7 @@ class Event:
 
     @classmethod
     def from_ipc_handle(cls, device, handle) -> Event:
+        assert device is not None
         assert handle == b"event"
         return cls()
 
@@ -112,10 +113,7 @@ class CacheOps:
     def hisparse_gather_compact(host, hot, host_rows, hot_rows, counts) -> None:
         # As `PagedCacheView.bind` numbers physical rows.
         rows, per_row = hot.shape[1], hot.stride(1)
-        if hot.stride(0) % (rows * per_row):
-            stride_rows = rows
-        else:
-            stride_rows = hot.stride(0) // per_row
+        stride_rows = rows if hot.stride(0) % (rows * per_row) else hot.stride(0) // per_row
         for token in range(counts.numel()):
             for lane in range(int(counts[token])):
                 slot = int(hot_rows[token, lane])
@@ -135,7 +133,7 @@ class CacheOps:
         block_table, block_size, _b, valid_counts, host_rows, device_rows, counts,
         resident_table, resident_block_size, _c,
     ) -> None:  # fmt: skip
-        del host_cache, hot_cache, max_union_rows, _a, _b, _c
+        del host_cache, hot_cache, max_union_rows, resident_block_size, _a, _b, _c
         for token in range(topk.shape[0]):
             request = int(req_ids[token])
             physical_out[token].fill_(-1)
@@ -232,7 +230,7 @@ def install() -> None:
         module.current_stream = lambda: _STREAM
     _custom_ops.swap_blocks_batch = swap_blocks_batch
     torch.ops._C_cache_ops = CacheOps
-    runtime.pin_tensor = lambda tensor: None
+    runtime.pin_tensor = lambda _: None
     no_error = SimpleNamespace(value=0)
     torch.cuda.cudart = lambda: SimpleNamespace(
         cudaHostUnregister=lambda _: no_error, cudaGetLastError=lambda: no_error

@@ -177,7 +177,11 @@ def _check_endpoint(endpoint: str) -> Finding:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """``python -m worker_client.integrations.vllm.doctor [ENDPOINT]``: print, and 0 when healthy."""
+    """Print the findings: ``python -m worker_client.integrations.vllm.doctor [ENDPOINT]``.
+
+    Returns:
+        0 when an engine would use the service.
+    """
     given = sys.argv[1:] if arguments is None else arguments
     findings = check_vllm(endpoint=given[0] if given else "")
     for finding in findings:

@@ -277,10 +277,6 @@ class HostBlocks:
             logger.warning("hisparse-service: %s", error)
         self._forget(part)
 
-    def close(self) -> None:
-        """Let everything go; the client's end does the same at the daemon."""
-        self._lease.release()
-
     # --- small parts ----------------------------------------------------------------------------
 
     def _publish_part(self, part: list[Publication]) -> None:
