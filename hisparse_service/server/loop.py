@@ -118,6 +118,7 @@ class ControlLoop:
         # libzmq's descriptors stay silent until their socket was once found empty.
         self._state.events.read_subscriptions()
         self.read_monitor()
+        self._waker.ensure_running()
         self._router.setsockopt(zmq.RCVTIMEO, int(TICK_S * 1000))
         while not self._is_stopping:
             self._turn(dispatcher)
