@@ -1,8 +1,8 @@
 """A real systemd in namespaces of its own: mounts, processes, cgroups, network, host name.
 
-Root only. It knows the units of this directory and the node's unit, and nothing else: no service of
-the machine is started or seen. The interpreter and the code appear below /opt, as on a node, because
-ProtectHome and PrivateTmp hide where a developer has them.
+Root only. It knows the units of this directory and the node's unit, and nothing else: no service
+of the machine is started or seen. The interpreter and the code appear below /opt, as on a node,
+because ProtectHome and PrivateTmp hide where a developer has them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from helpers import wait_until
 SYSTEMD = Path("/lib/systemd/systemd")
 TARGETS = ("sysinit", "basic", "shutdown", "multi-user", "network", "local-fs", "umount")
 UID = 10001
-_COMMAND = """#!/opt/python/bin/python{version}
-import sys
-sys.path[:0] = ["/opt/src", "/opt/site"]
+_COMMAND = """#!/opt/hisparse-service/bin/python
 from hisparse_service.cli.main import main
 main()
 """
@@ -38,8 +36,8 @@ mount -t overlay overlay -o lowerdir=/etc,upperdir=/mnt/upper,workdir=/mnt/work 
 cp {world}/passwd {world}/group /etc/
 mkdir -p /etc/hisparse
 cp {world}/settings.toml /etc/hisparse/{instance}.toml
-mkdir -p /mnt/opt/hisparse-service/bin /mnt/opt/python /mnt/opt/site /mnt/opt/src
-cp {world}/hisparse-service /mnt/opt/hisparse-service/bin/
+mkdir -p /mnt/opt/python /mnt/opt/site /mnt/opt/src
+cp -a {world}/venv /mnt/opt/hisparse-service
 mount --bind {python} /mnt/opt/python
 mount --bind {site} /mnt/opt/site
 mount --bind {root} /mnt/opt/src
@@ -109,16 +107,27 @@ class SystemdWorld:
         ):
             (made / name).write_text(Path("/etc", name).read_text() + line)
         (made / "settings.toml").write_text(settings)
-        version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        command = made / "hisparse-service"
-        command.write_text(_COMMAND.format(version=version))
-        command.chmod(0o755)
+        self._write_environment(made / "venv")
         (made / "inner.sh").write_text(
             _INNER.format(
                 world=made, instance=self.instance, python=sys.base_prefix, root=ROOT,
                 site=sysconfig.get_paths()["purelib"], systemd=SYSTEMD,
             )
         )  # fmt: skip
+
+    @staticmethod
+    def _write_environment(target: Path) -> None:
+        """A virtual environment as pip would have made it, over what is mounted below /opt."""
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        site = target / "lib" / version / "site-packages"
+        site.mkdir(parents=True)
+        (site / "hisparse.pth").write_text("/opt/src\n/opt/site\n")
+        (target / "pyvenv.cfg").write_text("home = /opt/python/bin\n")
+        (target / "bin").mkdir()
+        (target / "bin" / "python").symlink_to(f"/opt/python/bin/{version}")
+        command = target / "bin" / "hisparse-service"
+        command.write_text(_COMMAND)
+        command.chmod(0o755)
 
     @property
     def log(self) -> str:

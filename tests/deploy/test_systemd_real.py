@@ -1,4 +1,4 @@
-"""The unit in a real systemd: it starts, reports, is watched, restarts, is handed over and stops."""
+"""The unit in a real systemd: starts, reports, is watched, restarted, handed over, stopped."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from deploy_tools import DEPLOY
 from helpers import SHM, short_directory, unique_instance, wait_until
 from systemd_world import UID, SystemdWorld
 
@@ -16,9 +17,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("systemd")]
 def world() -> Iterator[SystemdWorld]:
     with short_directory() as directory:
         directory.chmod(0o755)
-        made = SystemdWorld(
-            directory, instance=unique_instance("sd"), settings='[pool]\nbytes = "64MiB"\n'
-        )
+        settings = (DEPLOY / "systemd" / "example.toml").read_text().replace("256GiB", "64MiB")
+        made = SystemdWorld(directory, instance=unique_instance("sd"), settings=settings)
         try:
             yield made
         finally:
