@@ -129,13 +129,13 @@ class ThreadedDaemon:
             Killed: The daemon is dead, or died before it came to this.
         """
         answers: list[T] = []
-        errors: list[BaseException] = []
+        errors: list[Exception] = []
         done = threading.Event()
 
         def call() -> None:
             try:
                 answers.append(ask(self._daemon._state))
-            except BaseException as error:
+            except Exception as error:  # not Killed: that ends the loop
                 errors.append(error)
             done.set()
 

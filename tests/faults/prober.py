@@ -7,6 +7,7 @@ A thread of the storm's driver with a client of its own. While the daemon is sto
 from __future__ import annotations
 
 import contextlib
+import datetime
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from worker_client import connect
 
 _PAUSE_S = 0.002
 _PING_TIMEOUT_S = 1.0
+_WORTH_TELLING_S = 1.5
 
 
 class Prober:
@@ -31,6 +33,8 @@ class Prober:
         self._excused = 0
         self.pings = 0
         self.longest_s: dict[str, float] = {}
+        self.gaps: list[str] = []
+        """End, fault and length of the long ones, to be looked up in the daemon's log."""
         self._thread = threading.Thread(target=self._run, name="prober")
         self._thread.start()
 
@@ -64,6 +68,9 @@ class Prober:
             if last_s is not None and not self._excused:
                 longest = self.longest_s.get(self._fault, 0.0)
                 self.longest_s[self._fault] = max(longest, now_s - last_s)
+                if now_s - last_s > _WORTH_TELLING_S:
+                    when = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+                    self.gaps.append(f"{when} {self._fault} {now_s - last_s:.3f}")
             self._last_answer_s = now_s
 
     def _run(self) -> None:

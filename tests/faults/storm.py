@@ -409,6 +409,8 @@ def main() -> int:
             storm.close()
             if options.keep_log:
                 options.keep_log.write_bytes(pathlib.Path(storm.log.name).read_bytes())
+                with options.keep_log.open("a") as log:
+                    log.writelines(f"gap {gap}\n" for gap in storm.prober.gaps)
     print(json.dumps(summary))
     bad = ("wrong_bytes", "leaked_bytes", "leaked_blocks", "failures")
     return 1 if any(summary[name] for name in bad) else 0
