@@ -7,6 +7,7 @@ tensor is made.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -22,7 +23,7 @@ __all__ = ["Client", "connect"]
 def connect(
     endpoint: str | os.PathLike[str],
     *,
-    client_name: str,
+    client_name: str = "",
     group: str = "",
     rank: int = 0,
     world_size: int = 1,
@@ -35,7 +36,7 @@ def connect(
     Args:
         endpoint: ``ipc://<path of control.sock>``, a runtime directory, or
             ``embedded://?pool_bytes=256MiB``: a private daemon that ends with this process.
-        client_name: For people: the engine and its version, say.
+        client_name: For people: the engine and its version, say; the program's name when empty.
         group: The tensor-parallel group (one engine); empty: a group of its own.
         rank: Of this worker in the group.
         world_size: Of the group.
@@ -50,7 +51,7 @@ def connect(
         NotReady: The private daemon's pool was not reserved in time.
     """
     identity = Identity(
-        client_name=client_name,
+        client_name=client_name or Path(sys.argv[0]).name,
         group=group,
         rank=rank,
         world_size=world_size,

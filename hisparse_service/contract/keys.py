@@ -100,9 +100,15 @@ class KeyChain:
             Blocks added.
 
         Raises:
-            UsageError: A token id is out of range; nothing was added.
+            UsageError: Not one row of integers, or one out of range; nothing was added.
         """
         array = np.asarray(tokens)
+        if array.size and (array.ndim != 1 or array.dtype.kind not in "iu"):
+            # Cast, 1.5 would be 1, and two prompts would share what is stored of one.
+            raise UsageError(
+                f"token ids are one row of integers, got {array.dtype} {array.shape}",
+                remedy="Give the ids of one request, in order",
+            )
         if array.size and (array.min() < 0 or array.max() > 0xFFFFFFFF):
             raise UsageError("token ids lie between 0 and 2**32 - 1")
         data = self._tail + array.astype("<u4").tobytes()

@@ -15,6 +15,7 @@ Pure: any thread of either side.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, TypeVar, Union, cast
 
@@ -594,7 +595,22 @@ def _refused(frame: bytes, error: Exception) -> MalformedMessage:
     request_type = REQUEST_TYPES.get(head.tag)
     if request_type is None:
         return _malformed(f"no request has the tag {head.tag}", request_id=head.request_id)
-    return _malformed(f"{request_type.__name__}: {error}", request_id=head.request_id)
+    return MalformedMessage(
+        f"{request_type.__name__}: {_by_name(request_type, str(error))}",
+        remedy="Correct this field; a daemon of another version may have other bounds",
+        request_id=head.request_id,
+    )
+
+
+def _by_name(request_type: type[Request], complaint: str) -> str:
+    """A complaint of msgspec's with the field's name, where it counts places in the array."""
+
+    def name(found: re.Match[str]) -> str:
+        fields = request_type.__struct_fields__
+        place = int(found[1]) - 1  # the tag comes first
+        return f"`{fields[place]}{found[2]}`" if 0 <= place < len(fields) else found[0]
+
+    return re.sub(r"`\$\[(\d+)\](.*?)`", name, complaint)
 
 
 def _malformed(what: str, **details: Detail) -> MalformedMessage:

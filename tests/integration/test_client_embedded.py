@@ -25,7 +25,7 @@ GEOMETRY = HostGeometry.make(
 
 
 def connect():
-    return worker_client.connect(ENDPOINT, client_name="test", timeout_s=60)
+    return worker_client.connect(ENDPOINT, timeout_s=60)
 
 
 def segments(instance):
@@ -40,6 +40,7 @@ def test_an_embedded_daemon_serves_and_leaves_nothing_behind():
     namespace.attach(8, cuda=CudaUse.OFF)
     namespace.reserve(3).release()
     assert client.instance == daemon.instance
+    assert client.session.identity.client_name
     assert len(segments(daemon.instance)) == 1
     client.close()
     client.close()

@@ -72,6 +72,19 @@ def test_a_token_id_out_of_range_adds_nothing(bad):
     assert chain.num_tokens == 5
 
 
+@pytest.mark.parametrize(
+    "bad", [[1.5], np.array([1.0, 2.0]), ["a"], [None], [[1, 2], [3, 4]], [True], 7], ids=repr
+)
+def test_what_is_no_row_of_integers_is_refused_and_never_cast(bad):
+    """1.5 cast to 1 would give one prompt's rows to another."""
+    chain = KeyChain(F, 4)
+    chain.extend([7] * 5)
+    with pytest.raises(UsageError, match="row of integers"):
+        chain.extend(bad)
+    assert chain.num_tokens == 5
+    assert chain.extend([]) == 0
+
+
 def test_an_engines_own_hashes_are_bound_to_the_namespace():
     hashes = [bytes([i]) * 32 for i in range(5)]
     one, other = KeyChain(F, 64), KeyChain(bytes(16), 64)

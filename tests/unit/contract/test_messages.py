@@ -146,6 +146,25 @@ def test_a_refused_message_still_tells_which_request_it_was():
     assert "Reserve" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ([20, 1, 0, 0, 0], "`num_blocks`"),
+        ([1, 1, 1, 1, "x" * 2000, "", 0, 1, ""], "`client_name`"),
+        ([24, 1, 1, bytes(8), [[1, 2, b""]]], "`enqueued[0][1]`"),
+        ([20, 1, 0], "Reserve"),
+    ],
+    ids=["out_of_range", "too_long", "nested", "missing"],
+)
+def test_a_field_that_is_refused_is_named(fields, named):
+    """`$[4]` says nothing to whoever called reserve(0)."""
+    with pytest.raises(MalformedMessage) as caught:
+        decode_request(msgpack.packb(fields))
+    assert named in caught.value.message
+    assert "$" not in caught.value.message
+    assert "protocol" not in caught.value.remedy
+
+
 def test_a_message_above_the_limit_names_both_sizes():
     frame = bytes(limits.MAX_MESSAGE_BYTES + 1)
     with pytest.raises(MessageTooLarge) as caught:
