@@ -30,6 +30,9 @@ class EngineSpec:
     endpoint: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
     num_layers: int = 4
+    num_drafts: int = 0
+    """Layers of a drafter, which writes its rows after the forward."""
+    eager_host_mirror: bool = True
     index_group_size: int = 1
     block_size: int = 16
     fp8: bool = True
@@ -46,7 +49,8 @@ class EngineSpec:
 
 
 def host_page_bytes(spec: EngineSpec) -> int:
-    return spec.num_layers * spec.block_size * (656 if spec.fp8 else 1152)
+    layers = spec.num_layers + spec.num_drafts
+    return layers * spec.block_size * (656 if spec.fp8 else 1152)
 
 
 def make_config(spec: EngineSpec) -> Any:
@@ -92,7 +96,9 @@ def make_config(spec: EngineSpec) -> Any:
         kv_connector="HiSparseConnector", kv_role="kv_both", engine_id=spec.instance,
         kv_connector_extra_config={**extra, **spec.extra},
     )  # fmt: skip
-    config.attention_config.hisparse_config = HiSparseConfig(device_buffer_size=4 * spec.top_k)
+    config.attention_config.hisparse_config = HiSparseConfig(
+        device_buffer_size=4 * spec.top_k, eager_host_mirror=spec.eager_host_mirror
+    )
     config.instance_id = spec.instance
     # vLLM turns these off for a CPU; a GPU engine has them.
     cache_config.enable_prefix_caching = spec.enable_caching
@@ -118,13 +124,20 @@ class _Backend:
         return [MultipleOf(1)]
 
 
+def layer_names(spec: EngineSpec) -> list[str]:
+    """The target's layers, then the drafter's."""
+    return [f"layers.{i}" for i in range(spec.num_layers)] + [
+        f"draft.{i}" for i in range(spec.num_drafts)
+    ]
+
+
 def layer_specs(spec: EngineSpec) -> dict[str, Any]:
     from vllm.v1.kv_cache_interface import MLAAttentionSpec, SparseCacheRole
 
     specs: dict[str, Any] = {}
-    for i in range(spec.num_layers):
-        leads = i % spec.index_group_size == 0
-        specs[f"layers.{i}"] = MLAAttentionSpec(
+    for i, name in enumerate(layer_names(spec)):
+        leads = i >= spec.num_layers or i % spec.index_group_size == 0
+        specs[name] = MLAAttentionSpec(
             block_size=spec.block_size, num_kv_heads=1, head_size=576,
             dtype=torch.uint8 if spec.fp8 else torch.bfloat16,
             state_content_bytes=656 if spec.fp8 else None,
@@ -132,7 +145,7 @@ def layer_specs(spec: EngineSpec) -> dict[str, Any]:
             is_index_group_leader=leads,
         )  # fmt: skip
         if leads:
-            specs[f"layers.{i}.indexer"] = MLAAttentionSpec(
+            specs[f"{name}.indexer"] = MLAAttentionSpec(
                 block_size=spec.block_size, num_kv_heads=1, head_size=132, dtype=torch.uint8,
                 cache_role=SparseCacheRole.INDEXER,
             )  # fmt: skip
@@ -198,7 +211,8 @@ class Worker:
         self.spec = spec
         self.config = make_config(spec)
         self.cache_config = make_cache_config(spec, self.config)
-        self.layers = [f"layers.{i}" for i in range(spec.num_layers)]
+        self.layers = layer_names(spec)
+        self.drafts = self.layers[spec.num_layers :]
         self.context = self._attention_layers()
         self.config.compilation_config.static_forward_context = self.context
         groups = self.cache_config.kv_cache_groups
@@ -234,7 +248,7 @@ class Worker:
         context: dict[str, Any] = {}
         group = None
         for i, name in enumerate(self.layers):
-            leads = i % self.spec.index_group_size == 0
+            leads = name in self.drafts or i % self.spec.index_group_size == 0
             if leads:
                 group = SimpleNamespace(
                     hisparse_group=None, side_stream=torch.Stream(),
@@ -246,7 +260,9 @@ class Worker:
                 kv_dtype=torch.uint8 if self.spec.fp8 else torch.bfloat16,
                 index_group=group, device=DEVICE,
             )  # fmt: skip
-            context[name] = SimpleNamespace(hisparse_cache=handle, is_draft_layer=False)
+            context[name] = SimpleNamespace(
+                hisparse_cache=handle, is_draft_layer=name in self.drafts
+            )
             if leads:
                 leader = handle
             else:
@@ -278,6 +294,7 @@ class Worker:
                 )  # fmt: skip
                 self._forward(order, counts, starts)
                 self.connector.finish_forward()
+                self._draft()
             else:
                 self.connector.start_load_kv(None, num_tokens=0)
         self.connector.clear_connector_metadata()
@@ -350,33 +367,52 @@ class Worker:
                     at += 1
 
     def _forward(self, order: Sequence[str], counts: Sequence[int], starts: dict[str, int]) -> None:
-        size = self.spec.block_size
         digests = {r: model.prefix_digests(self.requests[r].tokens) for r in order}
         written = [
             (request_id, position)
             for request_id, count in zip(order, counts, strict=True)
             for position in range(starts[request_id], starts[request_id] + count)
         ]
-        self._write_index_keys(written, digests)
-        for layer in self.layers:
-            handle = self.handle(layer)
-            cache, slots, num_rows = handle.write_target(len(written), len(written))
-            for (request_id, position), slot in zip(
-                written[:num_rows], slots.tolist(), strict=True
-            ):
-                assert slot >= 0, (layer, request_id, position)
-                cache[slot // size, slot % size] = model.row(
-                    layer, digests[request_id][position], cache
-                )
+        before = {request_id: starts[request_id] - 1 for request_id in order}
+        for layer in self.drafts:
+            self._check_context(layer, order, before, [1] * len(order), digests)
+        self._write_index_keys(written, digests, drafts=False)
+        for layer in self.layers[: self.spec.num_layers]:
+            self._write_rows(layer, written, digests)
             self._check_context(layer, order, starts, counts, digests)
             if all(count == 1 for count in counts):
                 self._check_selection(layer, order, starts, digests)
-            handle.finish_kv_update()
+            self.handle(layer).finish_kv_update()
+        self._drafted = (written, digests)
 
-    def _write_index_keys(self, written: Any, digests: Any) -> None:
+    def _draft(self) -> None:
+        """The drafter runs after the forward, and after its mirrors were enqueued."""
+        written, digests = self._drafted
+        for layer in self.drafts:
+            self._write_rows(layer, written, digests, is_draft=True)
+        self._write_index_keys(written, digests, drafts=True)
+
+    def _write_rows(
+        self, layer: str, written: Any, digests: Any, *, is_draft: bool = False
+    ) -> None:
+        size, handle = self.spec.block_size, self.handle(layer)
+        if is_draft:
+            cache, slots = handle.view.cache, handle.slot_mapping[: len(written)]
+        else:
+            cache, slots, num_rows = handle.write_target(len(written), len(written))
+            written = written[:num_rows]
+        for (request_id, position), slot in zip(written, slots.tolist(), strict=True):
+            assert slot >= 0, (layer, request_id, position)
+            cache[slot // size, slot % size] = model.row(
+                layer, digests[request_id][position], cache
+            )
+
+    def _write_index_keys(self, written: Any, digests: Any, *, drafts: bool) -> None:
         group_id = 1
         size = self.spec.block_size
         for name in self.cache_config.kv_cache_groups[group_id].layer_names:
+            if name.startswith("draft") != drafts:
+                continue
             cache = self.caches[name]
             flat = cache.view(cache.shape[0], -1, cache.shape[-1])
             for request_id, position in written:
@@ -395,6 +431,8 @@ class Worker:
             state = self.requests[request_id].state
             end = starts[request_id] + counts[i]
             for position in {0, end // 2, max(end - counts[i] - 1, 0), end - 1}:
+                if end == 0:
+                    continue  # a drafter that has not run yet
                 page, offset = divmod(position, size)
                 resident = int(handle.residency[handle.runtime.resident_source_index][state, page])
                 if resident:
@@ -406,7 +444,8 @@ class Worker:
                 expected = model.row(layer, digests[request_id][position], found)
                 assert model.same(found, expected), (layer, request_id, position, resident)
                 self.rows_checked += 1
-        self._check_index_keys(order, starts, counts, digests)
+        if layer in self.layers[: self.spec.num_layers]:
+            self._check_index_keys(order, starts, counts, digests)
 
     def _check_selection(self, layer: str, order: Any, starts: Any, digests: Any) -> None:
         """Top-k through vLLM's runtime, as attention asks for it: the rows must be the tokens'."""
@@ -444,8 +483,8 @@ class Worker:
             cache = self.caches[name]
             flat = cache.view(cache.shape[0], -1, cache.shape[-1])
             for i, request_id in enumerate(order):
-                end = starts[request_id] + counts[i]
-                for position in {0, end // 2, end - 1}:
+                end = starts[request_id] + (0 if name.startswith("draft") else counts[i])
+                for position in {0, end // 2, end - 1} if end else ():
                     block = self.requests[request_id].blocks[group_id][position // size]
                     found = flat[block, position % size]
                     expected = model.row(name, digests[request_id][position], found)

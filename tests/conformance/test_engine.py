@@ -62,6 +62,31 @@ def test_many_requests_of_all_lengths_under_a_small_device_pool(endpoint, make_e
     assert engine.host_pool.get_usage() == 0
 
 
+@pytest.mark.parametrize("eager", [True, False])
+def test_rows_of_a_drafter_and_of_late_mirrors_are_durable_with_their_page(
+    endpoint, make_engine, eager
+):
+    """A drafter writes after the forward; without eager mirrors pages are copied when spilled."""
+    engine = make_engine(
+        endpoint, num_drafts=2, eager_host_mirror=eager, device_blocks=170, index_group_size=2
+    )
+    prompts = {f"r{i}": prompt(i % 4, 30 + 29 * i) for i in range(6)}
+    for request_id, tokens in prompts.items():
+        engine.add(request_id, tokens, max_tokens=25)
+    engine.run()
+    for request_id, tokens in prompts.items():
+        assert engine.outputs[request_id] == expected_tokens(tokens, 25), request_id
+    engine.generate("again", prompts["r5"])
+    assert engine.cached_tokens["again"] >= 160
+    if endpoint:
+        engine.shutdown()
+        engine = make_engine(
+            endpoint, num_drafts=2, eager_host_mirror=eager, device_blocks=170, index_group_size=2
+        )
+        engine.generate("restarted", prompts["r5"])
+        assert engine.cached_tokens["restarted"] >= 160
+
+
 def test_a_prefix_of_the_same_engine_is_a_hit(endpoint, make_engine):
     engine = make_engine(endpoint)
     engine.generate("a", PROMPT)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-CASES = int(os.environ.get("CONFORMANCE_CASES", "200"))
+CASES = int(os.environ.get("CONFORMANCE_CASES", "600"))
 SEED = int(os.environ.get("CONFORMANCE_SEED", "20261201"))
 DAMAGE = ("two_sizes", "two_hosts", "suffix", "host_hot", "source", "strides", "handle", "no_hot",
           "unregistered")  # fmt: skip
