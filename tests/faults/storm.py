@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import pathlib
 import random
@@ -35,7 +36,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hisparse_service.contract.errors import HiSparseError
-from tests.faults import planted
+from tests.faults import planted, storm_worker
 from tests.faults.board import Board, Count
 from tests.faults.prober import Prober
 from worker_client import connect
@@ -52,6 +53,83 @@ SETTINGS = {
     "limits.lease_ttl_s": LEASE_TTL_S, "limits.writer_lease_ttl_s": LEASE_TTL_S,
     "limits.adoption_grace_s": 1.0, "server.drain_timeout_s": 0.5,
 }  # fmt: skip
+
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    ["hisparse_service.daemon", "hisparse_service.cli.main", "tests.faults.storm_worker"]
+)
+
+
+class Child:
+    """A process of the storm, forked from a server that has imported everything.
+
+    Starting an interpreter and importing take ten times as long as all that a storm is about.
+    """
+
+    def __init__(
+        self,
+        target: Callable[[list[str]], None],
+        log: pathlib.Path,
+        arguments: list[str],
+    ) -> None:
+        self._process = FORKS.Process(target=enter, args=(target, str(log), arguments))
+        self._process.start()
+
+    @property
+    def returncode(self) -> int | None:
+        """As `subprocess` has it."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """The exit status once it ended."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Until it ended.
+
+        Raises:
+            TimeoutError: It did not.
+        """
+        self._process.join(timeout)
+        status = self._process.exitcode
+        if status is None:
+            raise TimeoutError(f"process {self._process.pid} did not end")
+        return status
+
+    def send_signal(self, number: int) -> None:
+        """Unless it ended."""
+        if self._process.exitcode is None and self._process.pid is not None:
+            os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+
+def enter(target: Callable[[list[str]], None], log: str, arguments: list[str]) -> None:
+    """In the child: its output goes to the log, as that of a process of its own would."""
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    target(arguments)
+
+
+def run_daemon(arguments: list[str]) -> None:
+    """`hisparse-service serve`, with the planted bug if there is one."""
+    sys.argv = ["hisparse-service", os.environ.get(planted.VARIABLE, ""), "serve", *arguments]
+    planted.main()
+
+
+def run_worker(arguments: list[str]) -> None:
+    """A storm worker."""
+    sys.argv = ["storm_worker", *arguments]
+    sys.exit(storm_worker.main())
 
 
 class Successor:
@@ -94,7 +172,7 @@ class Successor:
         self.send_signal(signal.SIGTERM)
 
 
-Daemon = subprocess.Popen[bytes] | Successor
+Daemon = Child | Successor
 
 
 class Storm:
@@ -105,7 +183,7 @@ class Storm:
         self.seed = seed
         self.instance = f"storm-{os.getpid()}"
         self.runtime = directory / "run"
-        self.log = (directory / "daemon.log").open("ab")
+        self.log_path = directory / "daemon.log"
         self.board_path = directory / "board"
         self.board = Board(self.board_path, num_workers)
         self.daemon: Daemon = self.start_daemon()
@@ -118,14 +196,9 @@ class Storm:
 
     # --- processes --------------------------------------------------------------------------
 
-    def start_daemon(self) -> subprocess.Popen[bytes]:
+    def start_daemon(self) -> Daemon:
         """A daemon on the storm's runtime directory; adopts what its predecessor left."""
-        bug = os.environ.get(planted.VARIABLE, "")
-        program = ["tests.faults.planted", bug] if bug else ["hisparse_service"]
-        return subprocess.Popen(
-            [sys.executable, "-m", *program, "serve", *self.daemon_options()],
-            cwd=ROOT, stdout=self.log, stderr=self.log,
-        )  # fmt: skip
+        return Child(run_daemon, self.log_path, self.daemon_options())
 
     def daemon_options(self) -> list[str]:
         """Of `serve` and `handover` alike."""
@@ -135,16 +208,15 @@ class Storm:
             *(f"--set={name}={value}" for name, value in SETTINGS.items()),
         ]  # fmt: skip
 
-    def start_worker(self, index: int) -> subprocess.Popen[bytes]:
+    def start_worker(self, index: int) -> Child:
         """A worker, by its place on the board."""
         incarnation = int(self.board.counts[index, Count.INCARNATIONS])
-        return subprocess.Popen(
+        return Child(
+            run_worker, self.log_path,
             [
-                sys.executable, "-m", "tests.faults.storm_worker", str(self.runtime),
-                str(self.board_path), str(len(self.board.counts)), str(index),
+                str(self.runtime), str(self.board_path), str(len(self.board.counts)), str(index),
                 f"{self.seed}-{incarnation}",
             ],
-            cwd=ROOT, stdout=self.log, stderr=self.log,
         )  # fmt: skip
 
     def kill(self, process: Daemon) -> None:
@@ -176,8 +248,8 @@ class Storm:
         """The successor dies too, before it has finished starting."""
         self.kill(self.daemon)
         successor = self.start_daemon()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            successor.wait(self.rng.random() * 0.6)
+        with contextlib.suppress(TimeoutError):
+            successor.wait(self.rng.random() * 0.3)
         self.kill(successor)
         self.daemon = self.start_daemon()
 
@@ -215,13 +287,14 @@ class Storm:
 
     def hand_over(self) -> None:
         """A successor is prepared, and takes over."""
-        done = subprocess.run(
-            [
-                sys.executable, "-m", "hisparse_service", "handover", "--json",
-                *self.daemon_options(),
-            ],
-            cwd=ROOT, check=False, stdout=subprocess.PIPE, stderr=self.log, timeout=60,
-        )  # fmt: skip
+        with self.log_path.open("ab") as log:
+            done = subprocess.run(
+                [
+                    sys.executable, "-m", "hisparse_service", "handover", "--json",
+                    *self.daemon_options(),
+                ],
+                cwd=ROOT, check=False, stdout=subprocess.PIPE, stderr=log, timeout=60,
+            )  # fmt: skip
         if done.returncode:
             self.failures.append(f"handover ended with {done.returncode}")
             return
@@ -359,7 +432,7 @@ class Storm:
             process.kill()
             process.wait()
         with self.board:
-            self.log.close()
+            pass
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
@@ -408,7 +481,7 @@ def main() -> int:
         finally:
             storm.close()
             if options.keep_log:
-                options.keep_log.write_bytes(pathlib.Path(storm.log.name).read_bytes())
+                options.keep_log.write_bytes(storm.log_path.read_bytes())
                 with options.keep_log.open("a") as log:
                     log.writelines(f"gap {gap}\n" for gap in storm.prober.gaps)
     print(json.dumps(summary))
