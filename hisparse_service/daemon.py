@@ -43,6 +43,7 @@ from hisparse_service.server.handlers_control import LIMIT_NAMES, drop_ended_tap
 from hisparse_service.server.handlers_operations import session_rows, status_of
 from hisparse_service.server.helpers import HelperThreads, Restart
 from hisparse_service.server.loop import ControlLoop
+from hisparse_service.server.observers import Observers
 from hisparse_service.server.runtime_directory import LOCK_NAME, prepare_runtime_directory
 from hisparse_service.server.state import NamespaceEntry, Phase, ServerOptions, ServerState
 from hisparse_service.server.transport import Transport
@@ -120,7 +121,6 @@ class Daemon:
         self._drain_deadline_s: float | None = None
         self._registrar: _Registrar | None = None
         self._stop_when_drained = False
-        self._recorder = TraceRecorder(settings.resolved_runtime_dir())
 
     def run(self) -> None:
         """Start, serve, and return after a stop that was asked for.
@@ -159,6 +159,7 @@ class Daemon:
             state, transport, on_tick=self._on_tick, on_signal=self._on_signal
         )
         stack.callback(loop.close)
+        self._observers = Observers(settings, state, loop)
         dispatcher = Dispatcher(
             state, authoriser=Authoriser(allowed), send=loop.send, read_monitor=loop.read_monitor
         )
@@ -167,7 +168,7 @@ class Daemon:
             pid=os.getpid(), epoch=self._epoch, pool_bytes=settings.pool.bytes,
         )  # fmt: skip
         self._helpers.start("pool-opener", self._open_pool, restart=Restart.NEVER)
-        self._helpers.start("trace-recorder", self._recorder.run, restart=Restart.ALWAYS)
+        self._observers.start(self._helpers)
         is_intact = False
         # What is loaded by now lives as long as the process; looking through it again and again
         # would hold up a request each time.
@@ -206,7 +207,7 @@ class Daemon:
             ),
             metrics=ServerMetrics(),
             begin_drain=self._begin_drain,
-            recorder=self._recorder,
+            recorder=TraceRecorder(settings.resolved_runtime_dir()),
             describe_helpers=self._helpers.describe,
             describe_cuda=self._describe_cuda,
             limits={name: getattr(limits, name) for name in LIMIT_NAMES},
@@ -403,7 +404,7 @@ class Daemon:
             self._manager.stopping()
         has_workers = state.num_workers > 0
         self._helpers.stopping.set()
-        self._recorder.close()
+        self._observers.wake()
         stuck = self._helpers.stop(_HELPER_STOP_S)
         if stuck:
             log.error("helpers_stuck", helpers=stuck)

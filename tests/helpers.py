@@ -132,6 +132,7 @@ class DaemonProcess:
             "HISPARSE_INSTANCE": self.instance,
             "HISPARSE_RUNTIME_DIR": str(directory / "run"),
             "HISPARSE_POOL__BYTES": pool_bytes,
+            "HISPARSE_HTTP__LISTEN": "",
             **{f"HISPARSE_{name.upper()}": value for name, value in settings.items()},
         }
         self.runtime_dir = directory / "run"

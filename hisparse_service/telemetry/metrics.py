@@ -110,6 +110,8 @@ def _control_metrics(metrics: ServerMetrics) -> Iterator[Metric]:
         labels=["request"],
     )
     for name, histogram in sorted(metrics.latency.copy().items()):
+        if not histogram.count:
+            continue
         latency.add_metric([name], histogram.cumulative(), histogram.sum_ns / 1e9)
     yield latency
     lag = HistogramMetricFamily(
