@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,8 @@ class EngineSpec:
     num_drafts: int = 0
     """Layers of a drafter, which writes its rows after the forward."""
     eager_host_mirror: bool = True
+    async_scheduling: bool = False
+    """vLLM's default on GPUs: a step is scheduled before the last one's output is taken in."""
     index_group_size: int = 1
     block_size: int = 16
     fp8: bool = True
@@ -105,6 +108,7 @@ def make_config(spec: EngineSpec) -> Any:
     config.scheduler_config.enable_chunked_prefill = True
     config.scheduler_config.max_num_batched_tokens = spec.max_num_batched_tokens
     config.scheduler_config.max_num_scheduled_tokens = None
+    config.scheduler_config.async_scheduling = spec.async_scheduling
     config.parallel_config.tensor_parallel_size = spec.world_size
     cache_config.kv_cache_layout = "BLHNC"
     return config
@@ -513,6 +517,7 @@ class Engine:
             get_request_block_hasher,
             init_none_hash,
         )
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.structured_output import StructuredOutputManager
 
@@ -526,7 +531,7 @@ class Engine:
         hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
         self.hasher = get_request_block_hasher(spec.block_size, hash_function)
-        self.scheduler = Scheduler(
+        self.scheduler = (AsyncScheduler if spec.async_scheduling else Scheduler)(
             config,
             generate_scheduler_kv_cache_config([self.worker.cache_config]),
             StructuredOutputManager(config),
@@ -535,6 +540,7 @@ class Engine:
             log_stats=True,
         )
         self.is_shut_down = False
+        self._in_flight: deque[tuple[Any, Any]] = deque()
         self.statistics: list[dict[str, Any]] = []
         self.outputs: dict[str, list[int]] = {}
         self.cached_tokens: dict[str, int] = {}
@@ -582,16 +588,24 @@ class Engine:
         )  # fmt: skip
         for request_id, token in sampled.items():
             self.outputs[request_id].append(token)
-        outputs = self.scheduler.update_from_output(output, result)
+        self._in_flight.append((output, result))
+        if not self.spec.async_scheduling or len(self._in_flight) > 1 or not order:
+            self._take_in()
+        return output
+
+    def _take_in(self) -> None:
+        outputs = self.scheduler.update_from_output(*self._in_flight.popleft())
         for one in outputs.values():
             stats = one.scheduler_stats
             if stats is not None and stats.kv_connector_stats:
                 self.statistics.append(stats.kv_connector_stats)
-        return output
 
     def run(self, *, max_steps: int = 400) -> None:
         """Until nothing is left to do, the pages' transfers included."""
         for _ in range(max_steps):
+            if self._in_flight and not self.scheduler.has_unfinished_requests():
+                self._take_in()
+                continue
             if not self.scheduler.has_requests() and not self.connector.has_pending_push_work():
                 return
             self.step()

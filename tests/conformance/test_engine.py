@@ -87,6 +87,20 @@ def test_rows_of_a_drafter_and_of_late_mirrors_are_durable_with_their_page(
         assert engine.cached_tokens["restarted"] >= 160
 
 
+def test_with_a_step_in_flight_rows_and_blocks_are_right_too(endpoint, make_engine):
+    engine = make_engine(
+        endpoint, async_scheduling=True, device_blocks=150, index_group_size=2, host_blocks=48
+    )
+    for round_number in range(2):
+        prompts = {f"r{round_number}{i}": prompt(i % 4, 20 + 27 * i) for i in range(7)}
+        for request_id, tokens in prompts.items():
+            engine.add(request_id, tokens, max_tokens=18)
+        engine.run()
+        for request_id, tokens in prompts.items():
+            assert engine.outputs[request_id][:18] == expected_tokens(tokens, 18), request_id
+    assert engine.host_pool.get_usage() == 0
+
+
 def test_a_prefix_of_the_same_engine_is_a_hit(endpoint, make_engine):
     engine = make_engine(endpoint)
     engine.generate("a", PROMPT)
