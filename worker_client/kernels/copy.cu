@@ -1,10 +1,11 @@
 // Copies between host memory and the device in 16-byte lanes: gather, stage, mirror, restore.
 //
 // The link is the limit, and two things keep it busy. Rows in flight: about 1 MB of them, more only
-// queue. Few misses of address translation: rows of 656 bytes in random order over 16 GiB stop at
-// 19 GB/s, the same rows sorted by address, each multiprocessor in a range of its own, run at 33 to
-// 44. So a long list of short rows is split among the thread blocks into ranges of host addresses
-// with equally many rows, and each block walks up through its range.
+// queue. And host addresses in order: rows of 656 bytes in random order over 16 GiB stop at 19 to 21
+// GB/s; sorted by address, each multiprocessor in a range of its own, at 30 to 44, more the denser the
+// rows lie (benchmarks/gpu/bench_kernels.py). It behaves as misses of address translation would; no
+// counter was read. So a long list of short rows is split among the thread blocks into ranges of host
+// addresses with about equally many rows, and each block walks up through its range.
 //
 // Compiled with HS_COPY_UNROLL, HS_THREADS, HS_BLOCKS_PER_SM, HS_LIST_CAPACITY and HS_POW2.
 #include "common.cuh"

@@ -1,4 +1,4 @@
-"""The kernels compile for every architecture without a GPU; their cache gives back the right code."""
+"""The kernels compile for every architecture without a GPU; the cache gives the right code back."""
 
 from __future__ import annotations
 
