@@ -158,10 +158,6 @@ class HostGeometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Bytes of a backing with `num_blocks` blocks, the null block included."""
         return num_blocks * self.block_stride_bytes
 
-    def num_blocks_in(self, pool_bytes: int) -> int:
-        """Blocks that fit into `pool_bytes`, the null block included."""
-        return pool_bytes // self.block_stride_bytes
-
     def tensor_sizes(self, num_blocks: int) -> tuple[int, ...]:
         """Bytes of each region of a backing, in order."""
         return tuple(num_blocks * size for size in self._regions_block_bytes)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import NewType
 
-import msgspec
-
 BlockId = NewType("BlockId", int)
 """Index of a block in its backing. 0 is the null block and is never handed out."""
 
@@ -27,14 +25,5 @@ LeaseId = NewType("LeaseId", int)
 Epoch = NewType("Epoch", int)
 """The daemon's boot id: random non-zero u64, in every reply."""
 
-NULL_BLOCK = BlockId(0)
 NO_LEASE = LeaseId(0)
 NO_SESSION = SessionId(0)
-
-
-class BlockHandle(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """What names a block's content: valid only while all three still match (I3)."""
-
-    epoch: int
-    block: int
-    generation: int

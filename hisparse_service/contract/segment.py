@@ -286,7 +286,6 @@ class BackingRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 _BACKING = struct.Struct("<BxHI16sQQQQI")
 # in use, namespace, generation, fingerprint, blocks, table, payload, payload bytes, blob length
-EMPTY_BACKING: Final = bytes(BACKING_RECORD_BYTES)
 BACKING_IN_USE_OFFSET: Final = 0
 """The byte that makes a slot valid; stored last when a backing is made, first when it goes."""
 
