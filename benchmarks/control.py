@@ -413,9 +413,13 @@ def _file_pages(pid: int) -> int:
 
 def measure_start(directory: str, *, pool_bytes: int) -> list[Figure]:
     """Start to ready with a pool that is really reserved, against populating that much alone."""
-    from hisparse_service.pool.populate import populate_anonymous_for_benchmark
+    from benchmarks.bench_populate import bare_populate
+    from hisparse_service.pool.populate import PopulateMethod, default_threads
 
-    reference = min(populate_anonymous_for_benchmark(pool_bytes) for _ in range(2))
+    reference = statistics.median(
+        bare_populate(PopulateMethod.POPULATE_WRITE, default_threads(), pool_bytes)[0]
+        for _ in range(3)
+    )
     start = time.monotonic()
     with daemon(directory, pool_bytes=pool_bytes, name="start"):
         seconds = time.monotonic() - start
