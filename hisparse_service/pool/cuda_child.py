@@ -96,7 +96,7 @@ class BindingsDriver:
                 f"no CUDA driver: {error}",
                 remedy="Install the NVIDIA driver, or set cuda.register to off",
             ) from error
-        self._memory.find(bytes(self._call("cuDeviceGetUuid_v2", device).bytes))
+        self._memory.find(bytes(self._call("cuDeviceGetUuid", device).bytes))
         self._used_before = self._memory.used_bytes()
         context = self._call("cuDevicePrimaryCtxRetain", device)
         self._call("cuCtxSetCurrent", context)

@@ -624,7 +624,10 @@ class TieredModel:
                 input_ids=torch.tensor(batch.tokens, dtype=torch.long, device=self.device),
                 position_ids=self._step.positions,
                 # A mapping is taken as it is: the wrapped layers make no use of the model's mask.
-                attention_mask={"indexed_attention": None},
+                # Its key had other names in earlier releases (seen in transformers 5.17).
+                attention_mask=dict.fromkeys(
+                    ("indexed_attention", *(self.model.config.layer_types or ()))
+                ),
                 use_cache=False,
                 logits_to_keep=1,
             ).logits
