@@ -192,6 +192,7 @@ class Session:
         self._needs_hello = True
         self._attaching = False
         self._last_reply_s = 0.0
+        self._probed_s = 0.0
         self._counters_sent_s = 0.0
         self._heartbeat_s = limits.HEARTBEAT_INTERVAL_S
         self._thread: threading.Thread | None = None
@@ -410,7 +411,8 @@ class Session:
                 self._last_reply_s = now_s
                 return reply
             self.counters.add("late_replies")
-            if self.owner is not None and reply.epoch == self.epoch:
+            # A probe's Pong took nothing that must go back.
+            if self.owner is not None and reply.epoch == self.epoch and type(reply) is not Pong:
                 self.owner.late_reply(reply)
 
     def _while_waiting(self, deadline_s: float, *, closing: bool) -> None:
@@ -585,7 +587,7 @@ class Session:
         if not self.is_alive:
             self._away()
             if self._connected:
-                self._revive(now_s + _HEARTBEAT_TIMEOUT_S)
+                self._probe(now_s)
             return
         lease_ids: list[int] = []
         if self.owner is not None:
@@ -595,6 +597,20 @@ class Session:
         counters_due = now_s - self._counters_sent_s >= _COUNTERS_EVERY_S
         if lease_ids or counters_due or silent_s >= self._heartbeat_s * 0.9:
             self._ping(lease_ids)
+
+    def _probe(self, now_s: float) -> None:
+        """See whether a daemon that hangs is back, without waiting for it.
+
+        Decode steps need the lock: held for each unanswered heartbeat, it cost them a second each.
+        """
+        if self._needs_hello or self._socket.poll(0):
+            self._revive(now_s + _HEARTBEAT_TIMEOUT_S)
+        elif now_s - self._probed_s >= _HEARTBEAT_TIMEOUT_S:
+            self._probed_s = now_s
+            request_id = self._next_id
+            self._next_id = request_id + 1
+            with contextlib.suppress(zmq.Again):  # it reads nothing either
+                self._socket.send(encode(self._heartbeat(request_id)), zmq.NOBLOCK)
 
     def _ping(self, lease_ids: list[int]) -> None:
         counters = self.counters.snapshot()
@@ -610,7 +626,7 @@ class Session:
                 )
             except ServiceUnavailable:
                 if self._connected:
-                    self._revive(time.monotonic() + _HEARTBEAT_TIMEOUT_S)
+                    self._probe(time.monotonic())
                 return
             if self.owner is not None and part:
                 self.owner.renewed(part, pong)

@@ -128,6 +128,27 @@ def test_a_late_reply_is_dropped_and_told_to_the_owner(session, daemon):
     assert owner.reattached == 0
 
 
+def test_i4_nobody_holds_the_lock_while_a_daemon_that_hangs_is_probed(session, daemon):
+    """A decode step takes it for each mirror; it stood still for a second each time."""
+    daemon.on[Ping] = daemon.on[Status] = no_answer
+    with pytest.raises(ServiceUnavailable):
+        session.request(Status, StatusReply, timeout_s=0.1)
+    waits = []
+    original = session._receive
+
+    def receive(*arguments, **options):
+        waits.append(threading.current_thread().name)
+        return original(*arguments, **options)
+
+    session._receive = receive
+    before = daemon.count(Ping)
+    wait_until(lambda: daemon.count(Ping) >= before + 2)
+    assert not waits
+    assert not session.is_alive
+    del daemon.on[Ping]
+    wait_until(lambda: session.is_alive)
+
+
 def test_a_typed_error_comes_out_as_it_is(session, daemon):
     daemon.on[Status] = lambda _: CapacityError("full", remedy="wait", needed=3, free=1)
     with pytest.raises(CapacityError, match="full") as caught:
