@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: docs deploy-test
+.PHONY: docs deploy-test faults
 .PHONY: help demo test lint format unit conformance bench clean
 
 help: ## Show this list
@@ -41,6 +41,23 @@ unit: $(STAMP) ## The pure tests only
 conformance: ## vLLM's own code over the service; makes .venv-vllm at the first run
 	PYTHON=$(PYTHON) sh deploy/setup-vllm-venv.sh
 	.venv-vllm/bin/python -m pytest -o filterwarnings=ignore -o timeout=240 tests/conformance
+
+# The long form takes about an hour on 2 cores, QUICK=1 a few minutes.
+ifdef QUICK
+FAULTS := HISPARSE_FAULTS_EVERY=8 HISPARSE_FAULTS_EXAMPLES=4
+KILLS ?= 20
+FRAMES ?= 200000
+else
+FAULTS := HISPARSE_FAULTS_EVERY=1 HISPARSE_FAULTS_EXAMPLES=40
+KILLS ?= 1000
+FRAMES ?= 10000000
+endif
+SEED ?= 1
+
+faults: $(STAMP) ## Kill everything at every step, fuzz, storm; QUICK=1: a sample of it
+	$(FAULTS) $(BIN)/python -m pytest -n $(JOBS) tests/faults
+	$(BIN)/python -m tests.faults.fuzz --frames $(FRAMES) --seed $(SEED)
+	$(BIN)/python -m tests.faults.storm --kills $(KILLS) --seed $(SEED) --workers 3
 
 bench: $(STAMP) ## Speed of the control plane and the pool, as ratios, both sides in one run
 	$(BIN)/python -m benchmarks

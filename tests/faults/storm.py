@@ -256,10 +256,10 @@ class Storm:
     def stop_worker(self) -> None:
         """A worker stands still while the others go on, then continues with what it held.
 
-        Half of the time for longer than its session and its leases last.
+        Sometimes for longer than its session lasts, or than its leases do.
         """
         index = self.rng.randrange(len(self.workers))
-        lasting_s = self.rng.choice((0.0, 1.5 * LEASE_TTL_S))
+        lasting_s = self.rng.choice((0.0, 0.75 * LEASE_TTL_S, 2 * LEASE_TTL_S))
         self.workers[index].send_signal(signal.SIGSTOP)
         try:
             end = time.monotonic() + lasting_s
@@ -351,13 +351,21 @@ class Storm:
 
     # --- the run ----------------------------------------------------------------------------
 
-    def run(self, kills: int) -> None:
-        """Faults until that many processes were killed, each followed by a recovery."""
+    def run(self, kills: int, *, only: list[str] | None = None) -> None:
+        """Faults until that many processes were killed, each followed by a recovery.
+
+        Args:
+            kills: How many.
+            only: Names of the faults to choose from, each as likely as the others; all, by
+                their weights, when None.
+        """
         faults: list[tuple[Callable[[], None], int]] = [
             (self.kill_worker, 40), (self.kill_daemon, 25), (self.kill_both, 8),
             (self.kill_starting_daemon, 5), (self.stop_worker, 8), (self.stop_daemon, 2),
             (self.restart_daemon, 5), (self.hand_over, 5), (self.fill_file_system, 4),
         ]  # fmt: skip
+        if only is not None:
+            faults = [(fault, 1) for fault, _ in faults if fault.__name__ in only]
         names, weights = zip(*faults, strict=True)
         self.wait_for_progress()
         while self.kills < kills:
@@ -467,6 +475,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--only", nargs="+", help="faults to choose from (names of methods)")
     parser.add_argument("--keep-log", type=pathlib.Path, help="copy the daemon's log there")
     parser.add_argument("--plant", choices=planted.BUGS, help="a bug that the storm must see")
     options = parser.parse_args()
@@ -476,7 +485,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="storm-") as directory:
         storm = Storm(pathlib.Path(directory), num_workers=options.workers, seed=options.seed)
         try:
-            storm.run(options.kills)
+            storm.run(options.kills, only=options.only)
             summary = storm.finish()
         finally:
             storm.close()

@@ -41,14 +41,16 @@ from worker_client.blocks import BlockLease
 from worker_client.client import Client, Completed, CudaUse, Enqueued, MirrorOutcome, Namespace
 
 BLOCK_SIZE, NUM_LAYERS = 4, 2
-NUM_BLOCKS = 192
-NUM_PROMPTS, PROMPT_BLOCKS, FAMILY = 96, 6, 8
+NUM_BLOCKS = 112
+NUM_PROMPTS, PROMPT_BLOCKS, FAMILY = 240, 6, 8
 GEOMETRY = HostGeometry.make(
     layout=HostLayout.GROUP_INTERLEAVED,
     block_size=BLOCK_SIZE,
     groups=[LayerGroup(NUM_LAYERS, ROW_BYTES)],
 )
 REQUEST_TIMEOUT_S = 2.0
+SLOW_READS, SLOW_READ_S = 0.1, 0.02
+"""Share and length of reads that take long, as a gather of many rows does."""
 
 
 def open_storm(client: Client) -> Namespace:
@@ -122,6 +124,8 @@ class StormWorker:
         # come between the check before and the second copy; both count only if the guard says so.
         with lease.read_guard():
             wrong = self.count_wrong(chain, blocks, generations)
+            if self.rng.random() < SLOW_READS:
+                time.sleep(SLOW_READ_S)
             copies = self.blocks[blocks].copy()
         wrong += self.count_wrong(chain, blocks, generations, copies)
         if wrong:
