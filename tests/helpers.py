@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -77,13 +78,24 @@ def short_directory() -> Iterator[Path]:
 
 
 class Resources:
-    """What this process holds, and its segments: /dev/shm, descriptors, threads, children."""
+    """What this process holds: /dev/shm, descriptors, threads, children, semaphores."""
 
     def __init__(self) -> None:
         self.segments = self._segments()
         self.descriptors = self._descriptors()
         self.threads = {thread.ident for thread in threading.enumerate()}
         self.children = {child.pid for child in psutil.Process().children(recursive=True)}
+        self.semaphores = self._semaphores()
+
+    @staticmethod
+    def _semaphores() -> Counter[str]:
+        """Named ones that are mapped here (unlinked or not), and this user's System V ones."""
+        mapped = re.findall(r"/dev/shm/(sem\.\S+)", Path("/proc/self/maps").read_text())
+        found = Counter(mapped)
+        with contextlib.suppress(OSError):
+            rows = Path("/proc/sysvipc/sem").read_text().splitlines()[1:]
+            found.update(f"System V {row.split()[1]}" for row in rows)
+        return found
 
     @staticmethod
     def _segments() -> set[str]:
@@ -108,6 +120,7 @@ class Resources:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         leaks += [f"thread {names.get(i, i)}" for i in self.threads - before.threads]
         leaks += [f"child process {pid}" for pid in self.children - before.children]
+        leaks += [f"semaphore {name}" for name in (self.semaphores - before.semaphores)]
         return leaks
 
 

@@ -9,9 +9,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import posix_ipc
 import psutil
 import pytest
-from helpers import FINGERPRINT, KEY_SPACE, DaemonProcess, RawClient, keys_of, wait_until
+from helpers import (
+    FINGERPRINT,
+    KEY_SPACE,
+    DaemonProcess,
+    RawClient,
+    Resources,
+    keys_of,
+    wait_until,
+)
 
 from hisparse_service.contract import messages as m
 from hisparse_service.contract.errors import CapacityError, QuotaExceeded
@@ -210,3 +219,16 @@ def test_a_helper_thread_that_dies_is_started_again_counted_and_visible(
     assert helpers.stop(30.0) == []
     with daemon.client() as client:
         assert "helpers" in client.ask(m.StatusReply, m.Status).status
+
+
+def test_the_resource_check_sees_a_semaphore_that_is_left() -> None:
+    before = Resources()
+    name = f"/hisparse-test-{os.getpid()}"
+    semaphore = posix_ipc.Semaphore(name, posix_ipc.O_CREX)
+    try:
+        leaks = Resources().leaked_since(before)
+    finally:
+        semaphore.close()
+        posix_ipc.unlink_semaphore(name)
+    assert any(leak.startswith("semaphore ") for leak in leaks)
+    assert Resources().leaked_since(before) == []
