@@ -66,6 +66,7 @@ class EmbeddedDaemon:
         runtime_dir = Path(tempfile.mkdtemp(prefix="hsp-", dir="/tmp"))
         environment["HISPARSE_INSTANCE"] = instance
         environment["HISPARSE_RUNTIME_DIR"] = str(runtime_dir)
+        environment["HISPARSE_HTTP__LISTEN"] = ""  # private: no port for others on this machine
         supervisor = Path(__file__).with_name("embedded_supervisor.py")
         # Without a name: the directory goes with the daemon, what it said of its end stays.
         log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `stop`

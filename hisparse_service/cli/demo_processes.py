@@ -186,7 +186,10 @@ class WorkerProcess:
 def _environment() -> dict[str, str]:
     """This process's, without settings of another daemon, and one thread a worker."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HISPARSE_")}
-    return kept | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return kept | {
+        "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+        "HISPARSE_HTTP__LISTEN": "",
+    }  # fmt: skip
 
 
 def _tail(path: Path) -> str:

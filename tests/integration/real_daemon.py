@@ -43,6 +43,7 @@ class RealDaemon:
             "HISPARSE_INSTANCE": self.instance,
             "HISPARSE_RUNTIME_DIR": str(self.directory),
             "HISPARSE_POOL__BYTES": pool_bytes,
+            "HISPARSE_HTTP__LISTEN": "",
             **settings,
         }
         self.start()

@@ -49,6 +49,17 @@ def test_an_embedded_daemon_serves_and_leaves_nothing_behind():
     assert {child.pid for child in psutil.Process().children(recursive=True)} == children
 
 
+def test_an_embedded_daemon_listens_on_no_port():
+    """It is private: another user of the machine could read a port of the loopback address."""
+    with connect():
+        open_ports = [
+            (child.name(), connection.laddr)
+            for child in psutil.Process().children(recursive=True)
+            for connection in child.net_connections(kind="inet")
+        ]
+    assert not open_ports
+
+
 def test_two_embedded_daemons_are_two():
     with connect() as first, connect() as second:
         assert first.epoch != second.epoch
