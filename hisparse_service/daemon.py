@@ -208,7 +208,10 @@ class Daemon:
             metrics=ServerMetrics(),
             begin_drain=self._begin_drain,
             recorder=TraceRecorder(settings.resolved_runtime_dir()),
-            describe_helpers=self._helpers.describe,
+            describe_helpers=lambda: {
+                **self._helpers.describe(),
+                **self._loop.describe_helpers(),
+            },
             describe_cuda=self._describe_cuda,
             limits={name: getattr(limits, name) for name in LIMIT_NAMES},
         )

@@ -93,6 +93,10 @@ class ControlLoop:
         watch(self._wake_fd, self._run_calls)
         watch(self._signal_in.fileno(), self._read_signals)
 
+    def describe_helpers(self) -> dict[str, object]:
+        """The loop's own thread, for the status."""
+        return {"loop-waker": self._waker.describe()}
+
     # --- from other threads -----------------------------------------------------------------
 
     def call_soon(self, callback: Callable[[], None]) -> None:

@@ -46,6 +46,7 @@ class Waker:
         self._thread = threading.Thread()
         self._is_closed = False
         self.restarts = 0
+        self.last_error = ""
         self._epoll.register(self._stop_fd, select.EPOLLIN)
 
     # --- control loop -----------------------------------------------------------------------
@@ -69,6 +70,13 @@ class Waker:
         # What the dead one had taken and not told is read now.
         self.run_ready()
 
+    def describe(self) -> dict[str, object]:
+        """As `HelperThreads.describe` does for the others."""
+        return {
+            "alive": self._thread.is_alive(), "permanent": True, "restarts": self.restarts,
+            "last_error": self.last_error,
+        }  # fmt: skip
+
     def run_ready(self) -> None:
         """Read what is readable. On each wake message."""
         while self._ready:
@@ -91,6 +99,13 @@ class Waker:
     # --- its own thread ---------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._wake_again_and_again()
+        except Exception as error:
+            self.last_error = repr(error)
+            log.error("helper_died", helper="loop-waker", error=repr(error), exc_info=error)
+
+    def _wake_again_and_again(self) -> None:
         while True:
             for fd, _ in self._epoll.poll():
                 if fd == self._stop_fd:

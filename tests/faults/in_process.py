@@ -24,6 +24,7 @@ from hisparse_service.daemon import Daemon
 from hisparse_service.server import loop as loop_module
 from hisparse_service.server.dispatch import SendResult
 from hisparse_service.server.loop import ControlLoop
+from hisparse_service.server.waker import Waker
 
 T = TypeVar("T")
 _DEADLINE_S = 30.0
@@ -146,6 +147,11 @@ class ThreadedDaemon:
         if errors:
             raise errors[0]
         return answers[0]
+
+    @property
+    def waker(self) -> Waker:
+        """The thread that wakes the loop."""
+        return self._daemon._loop._waker
 
     def wait_dead(self) -> None:
         """Until the thread ended."""

@@ -6,8 +6,12 @@ import os
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import posix_ipc
 import psutil
@@ -19,12 +23,14 @@ from helpers import (
     RawClient,
     Resources,
     keys_of,
+    unique_instance,
     wait_until,
 )
 
 from hisparse_service.contract import messages as m
 from hisparse_service.contract.errors import CapacityError, QuotaExceeded
 from tests.faults.fuzz import FRAMES, mutate
+from tests.faults.in_process import ThreadedDaemon
 from tests.faults.scenario import SHORT_TIMES
 from tests.faults.test_death import ended, victim
 
@@ -195,7 +201,7 @@ def test_i7_log_lines_are_bounded_whatever_clients_do(make_daemon: MakeDaemon) -
 def test_a_helper_thread_that_dies_is_started_again_counted_and_visible(
     daemon: DaemonProcess,
 ) -> None:
-    """Through the class that runs all of them; the loop's waker has its own test."""
+    """Through the class that runs all of them but the loop's waker, which has a test below."""
     from hisparse_service.server.helpers import RESTART_DELAY_S, HelperThreads, Restart
 
     helpers = HelperThreads()
@@ -219,6 +225,42 @@ def test_a_helper_thread_that_dies_is_started_again_counted_and_visible(
     assert helpers.stop(30.0) == []
     with daemon.client() as client:
         assert "helpers" in client.ask(m.StatusReply, m.Status).status
+
+
+def test_i9_the_thread_that_tells_of_deaths_is_restarted_and_tells_of_the_one_it_missed(
+    runtime_dir: Path,
+) -> None:
+    daemon = ThreadedDaemon(runtime_dir, unique_instance())
+    try:
+        with RawClient(daemon.runtime_dir) as operator:
+            operator.hello(operator=True)
+            client = RawClient(daemon.runtime_dir)
+            client.hello()
+            with mock.patch.object(daemon.waker, "_ready", FailsOnce()):
+                client.close()
+                found = wait_until(lambda: helper_of(operator, restarts=1))
+                wait_until(lambda: operator.ask(m.ListReply, m.Sessions).total == 1)
+            assert found["alive"]
+            assert found["permanent"]
+            assert "on purpose" in found["last_error"]
+    finally:
+        daemon.close()
+
+
+class FailsOnce(deque):
+    has_failed = False
+
+    def append(self, fd: int) -> None:
+        if not self.has_failed:
+            self.has_failed = True
+            raise RuntimeError("on purpose")
+        super().append(fd)
+
+
+def helper_of(operator: RawClient, *, restarts: int) -> dict[str, Any] | None:
+    status = operator.ask(m.StatusReply, m.Status).status
+    found: dict[str, Any] = status["helpers"]["loop-waker"]
+    return found if found["restarts"] == restarts else None
 
 
 def test_the_resource_check_sees_a_semaphore_that_is_left() -> None:
