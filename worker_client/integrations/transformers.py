@@ -624,7 +624,7 @@ class TieredModel:
                 input_ids=torch.tensor(batch.tokens, dtype=torch.long, device=self.device),
                 position_ids=self._step.positions,
                 # A mapping is taken as it is: the wrapped layers make no use of the model's mask.
-                # Its key had other names in earlier releases (seen in transformers 5.17).
+                # Its keys are the layers' types, which earlier releases named otherwise.
                 attention_mask=dict.fromkeys(
                     ("indexed_attention", *(self.model.config.layer_types or ()))
                 ),
