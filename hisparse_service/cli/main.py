@@ -11,7 +11,19 @@ from typing import Annotated
 import typer
 
 import hisparse_service
-from hisparse_service.cli import config_command, handover, operations, plan, purge, serve
+from hisparse_service.cli import (
+    bench,
+    config_command,
+    doctor,
+    handover,
+    limits,
+    operations,
+    plan,
+    purge,
+    serve,
+    top,
+    trace,
+)
 from hisparse_service.cli.exit_codes import exit_code_of
 from hisparse_service.contract.errors import HiSparseError
 
@@ -43,11 +55,16 @@ def _root(
 app.command("serve")(serve.serve)
 app.add_typer(config_command.app, name="config")
 app.command("status")(operations.status)
+app.command("top")(top.top)
 app.command("sessions")(operations.sessions)
 app.command("blocks")(operations.blocks)
 app.command("evict")(operations.evict)
 app.command("drain")(operations.drain)
+app.add_typer(limits.app, name="limits")
+app.add_typer(trace.app, name="trace")
 app.command("purge")(purge.purge)
+app.command("bench")(bench.bench)
+app.command("doctor")(doctor.doctor)
 app.command("plan")(plan.plan)
 app.command("handover")(handover.handover)
 
@@ -60,14 +77,6 @@ def _demo(context: typer.Context) -> None:
     from importlib import import_module
 
     raise typer.Exit(import_module("hisparse_service.cli.demo").main(context.args))
-
-
-@app.command("bench", context_settings=_PASS_THROUGH, add_help_option=False)
-def _bench(context: typer.Context) -> None:
-    """Measure the control plane and the pool on this machine."""
-    from importlib import import_module
-
-    raise typer.Exit(import_module("hisparse_service.cli.bench").main(context.args))
 
 
 def main() -> None:

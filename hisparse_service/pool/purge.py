@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from hisparse_service.pool import names, survey
-from hisparse_service.pool.recovery import HeaderFound, Owner, Users
+from hisparse_service.pool.recovery import Contents, HeaderFound, Owner, Users
 from hisparse_service.pool.segment_file import SegmentFile
 
 _PROC: Final = Path("/proc")
@@ -53,6 +53,8 @@ class Finding:
     size_bytes: int
     verdict: Verdict
     reason: str
+    is_damaged: bool = False
+    """Of ours, and no daemon could adopt it."""
 
 
 def purge(instance: str, *, mode: PurgeMode = PurgeMode.REMOVE) -> tuple[Finding, ...]:
@@ -65,10 +67,11 @@ def purge(instance: str, *, mode: PurgeMode = PurgeMode.REMOVE) -> tuple[Finding
         ConfigError: The instance name cannot be one.
     """
     names.check_instance_name(instance)
-    return tuple(_purge_one(name, mode) for name in survey.list_names(instance))
+    return tuple(purge_one(name, mode) for name in survey.list_names(instance))
 
 
-def _purge_one(name: str, mode: PurgeMode) -> Finding:
+def purge_one(name: str, mode: PurgeMode) -> Finding:
+    """Look at one segment; remove it if nobody owns or uses it and `mode` says so."""
     found = survey.look(name)
     if found is None:
         return Finding(name=name, size_bytes=0, verdict=Verdict.GONE, reason="it went meanwhile")
@@ -77,7 +80,10 @@ def _purge_one(name: str, mode: PurgeMode) -> Finding:
         verdict, reason = _judge(name, found)
         if verdict is Verdict.REMOVABLE and mode is PurgeMode.REMOVE and found.segment is not None:
             verdict = Verdict.REMOVED if found.segment.unlink() else Verdict.GONE
-        return Finding(name=name, size_bytes=size, verdict=verdict, reason=reason)
+        is_damaged = found.header is None or found.contents is Contents.CORRUPT
+        return Finding(
+            name=name, size_bytes=size, verdict=verdict, reason=reason, is_damaged=is_damaged
+        )
     finally:
         found.close()
 

@@ -16,8 +16,8 @@ from hisparse_service.contract.segment import BlockState
 from hisparse_service.telemetry.histogram import LatencyHistogram
 
 U32Array = npt.NDArray[np.uint32]
-_FEW: Final = 64
-"""Up to so many latencies are counted one by one: less than numpy's own overhead."""
+_FEW: Final = 16
+"""Up to so many blocks are looked at one by one: less than numpy's own overhead."""
 _CHUNK_BLOCKS: Final = 65_536
 """Blocks looked at before the GIL may pass to the control loop: about 0.3 ms."""
 SHARES: Final = ("reserved", "published", "pinned")
@@ -35,26 +35,35 @@ class MirrorClock:
         # Zeros are not touched, hence not resident, before a block is first mirrored.
         self.enqueued_ns = np.zeros(num_blocks, np.int64)
         """When the mirror of a block was enqueued (CLOCK_MONOTONIC); 0: not known."""
+        self._view = self.enqueued_ns.data
         self.latency = LatencyHistogram()
         self.enqueued_total = 0
         self.completed_total = 0
 
     def enqueued(self, blocks: U32Array, now_ns: int) -> None:
         """Copies of these blocks are in stream order. The ids are valid."""
-        self.enqueued_ns[blocks] = now_ns
         self.enqueued_total += len(blocks)
+        if len(blocks) <= _FEW:
+            view = self._view
+            for block in blocks.tolist():
+                view[block] = now_ns
+        else:
+            self.enqueued_ns[blocks] = now_ns
 
     def completed(self, blocks: U32Array, now_ns: int) -> None:
         """The writer saw the copies complete. The ids are valid."""
         self.completed_total += len(blocks)
+        if len(blocks) <= _FEW:
+            view, observe_ns = self._view, self.latency.observe_ns
+            for block in blocks.tolist():
+                began_ns = view[block]
+                if began_ns:
+                    view[block] = 0
+                    observe_ns(now_ns - began_ns)
+            return
         began = self.enqueued_ns[blocks]
         self.enqueued_ns[blocks] = 0
-        elapsed = now_ns - began[began > 0]
-        if len(elapsed) <= _FEW:
-            for each in elapsed.tolist():
-                self.latency.observe_ns(each)
-        else:
-            self.latency.observe_many_ns(elapsed)
+        self.latency.observe_many_ns(now_ns - began[began > 0])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
