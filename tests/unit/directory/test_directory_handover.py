@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from directory_world import TTL_S, World, chain
 
-from hisparse_service.contract.errors import LeaseLost
+from hisparse_service.contract.errors import CapacityError, LeaseLost
+from hisparse_service.contract.limits import ADOPTION_GRACE_S
 from hisparse_service.contract.segment import BlockState
-from hisparse_service.directory.results import BackingMode, MirrorItem
+from hisparse_service.directory.results import BackingMode, MirrorItem, UnpublishedBlocks
 
 
 @pytest.fixture
@@ -134,3 +135,58 @@ def test_reclaim_needs_the_groups_writer_lease(world):
     world.directory.open_session(10, group="engine", rank=0)
     with pytest.raises(LeaseLost, match="writer lease"):
         reclaim(world, got.blocks, got.generations, session=10)
+
+
+@pytest.mark.parametrize("restarts", [1, 2])
+def test_i3_blocks_that_were_read_cannot_be_evicted_before_the_grace_is_over(world, restarts):
+    world.publish((1, 2, 3), release=False)  # pinned by its writer
+    world.publish((7, 8))
+    for _ in range(restarts):
+        restart_holding(world)
+    assert world.directory.counts(1).pinned == 3
+    world.reserve(5)  # all the rest, the idle ones evicted
+    with pytest.raises(CapacityError):
+        world.reserve(1)
+    world.clock.advance(ADOPTION_GRACE_S)
+    world.directory.expire(world.clock.now_s)
+    assert world.directory.counts(1).pinned == 0
+    world.reserve(3)
+    world.directory.check_invariants()
+
+
+def test_i3_a_reader_that_comes_back_in_time_keeps_its_blocks(world):
+    mine, _ = world.publish((1, 2, 3), release=False)
+    blocks, generations = mine.blocks, mine.generations
+    restart_holding(world)
+    pinned = world.directory.pin(1, 1, 0, blocks, generations, now_s=world.clock.now_s)
+    world.clock.advance(ADOPTION_GRACE_S)
+    world.directory.expire(world.clock.now_s)
+    assert world.directory.counts(1).pinned == 3
+    world.directory.release_leases(1, [pinned.lease_id])
+    assert world.directory.counts(1).pinned == 0
+    world.directory.check_invariants()
+
+
+def test_i1_a_silent_sessions_blocks_are_nobodys_until_its_death_is_known(world):
+    got = world.reserve(3)
+    end = world.directory.session_died(
+        1, unpublished=UnpublishedBlocks.QUARANTINE, now_s=world.clock.now_s
+    )
+    assert end.quarantined_blocks == 3
+    world.clock.advance(10 * TTL_S)
+    world.directory.expire(world.clock.now_s)
+    assert not set(world.reserve(5, session=2).blocks) & set(got.blocks)
+    world.directory.check_invariants()
+    assert world.directory.end_quarantine(end.quarantine) == 3
+    assert world.directory.counts(1).free == 3
+    world.directory.check_invariants()
+
+
+def test_a_detached_directory_leaves_what_clients_hold(world):
+    got = world.reserve(2)
+    world.publish((1, 2))
+    before = world.table.copy()
+    world.directory.detach()
+    assert (world.table == before).all()
+    restart_holding(world)
+    assert reclaim(world, got.blocks, got.generations).blocks.tolist() == got.blocks.tolist()
