@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -600,16 +601,17 @@ class Engine:
             if stats is not None and stats.kv_connector_stats:
                 self.statistics.append(stats.kv_connector_stats)
 
-    def run(self, *, max_steps: int = 400) -> None:
+    def run(self, *, timeout_s: float = 60.0) -> None:
         """Until nothing is left to do, the pages' transfers included."""
-        for _ in range(max_steps):
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
             if self._in_flight and not self.scheduler.has_unfinished_requests():
                 self._take_in()
                 continue
             if not self.scheduler.has_requests() and not self.connector.has_pending_push_work():
                 return
             self.step()
-        raise AssertionError(f"not done after {max_steps} steps: {self.scheduler.requests}")
+        raise AssertionError(f"not done after {timeout_s} s: {self.scheduler.requests}")
 
     def generate(self, request_id: str, prompt: Sequence[int], *, max_tokens: int = 4) -> list[int]:
         self.add(request_id, prompt, max_tokens=max_tokens)

@@ -11,6 +11,7 @@ from engine import expected_tokens
 from stand_ins import EVENTS
 
 from hisparse_service.contract.errors import ConfigError
+from hisparse_service.contract.segment import BlockState
 
 PROMPT = [(i * 37 + 5) % 1000 for i in range(100)]
 
@@ -231,10 +232,15 @@ def test_i1_two_engines_that_compute_one_prefix_at_once_end_with_one_copy(daemon
     engines = [make_engine(endpoint_of(daemon)) for _ in range(2)]
     for one in engines:
         one.add("a", PROMPT, max_tokens=30)
-    for _ in range(40):
+    for _ in range(12):
         for one in engines:
-            if one.scheduler.has_requests():
-                one.step()
+            one.step()
+    table = engines[0].worker.handle("layers.0").runtime.shared_host_region.pool.table
+    for one in engines:
+        # Requests still read their own copies: nobody else may be given these blocks.
+        own = [block.block_id for block in one.host_pool.blocks if block.ref_cnt]
+        assert own
+        assert (table["state"][own] != BlockState.FREE).all()
     for one in engines:
         one.run()
         assert one.outputs["a"] == expected_tokens(PROMPT, 30)
