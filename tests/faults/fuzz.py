@@ -65,7 +65,12 @@ SAMPLES = [
     messages.ListBlocks(19, 1, "PUBLISHED", 5),
     messages.Evict(20, 1, 5),
     messages.Drain(21, True, 5.0),
+    messages.Reclaim(22, 1, 5, bytes(8), bytes(8)),
+    messages.SetLimits(23, -1, 100, 10, 0, 1_000, 64),
+    messages.Trace(24, "look", 5.0, 1_000_000),
+    messages.Overview(25),
 ]  # fmt: skip
+assert {type(sample) for sample in SAMPLES} == set(messages.REQUEST_TYPES.values())
 FRAMES = [messages.encode(sample) for sample in SAMPLES]
 # Type bytes and lengths at the edges of MessagePack's formats.
 EDGES = bytes([0x00, 0x7F, 0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, *range(0xC0, 0xE1), 0xFF])

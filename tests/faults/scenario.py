@@ -197,6 +197,9 @@ class Scenario:
         self.ask(client, m.Done, m.YieldWriter, namespace)
         self.acknowledged = [self.acknowledged[0][:48]]
         self.ask(client, m.CountReply, m.Evict, namespace, 1)
+        self.ask(client, m.LimitsReply, m.SetLimits)
+        self.ask(client, m.TraceReply, m.Trace, "look")
+        self.ask(client, m.StatusReply, m.Overview)
         self.ask(client, m.Done, m.Drain, False)
 
     def mirror(
