@@ -119,8 +119,9 @@ def settings_page() -> str:
 
     parts = [
         "# Settings",
-        "A file (TOML, `--config` or `HISPARSE_CONFIG`) < environment < flags. Any setting can be "
-        'given as a flag with `--set section.name=value`. Sizes may be written as `"8GiB"`. '
+        "A file (TOML, `--config` or `HISPARSE_CONFIG`) < environment < flags. The variable of "
+        "`pool.bytes` is `HISPARSE_POOL__BYTES`, and so on; as a flag any setting is "
+        '`--set section.name=value`. Sizes are written as `"8GiB"` or as a number of bytes. '
         "`hisparse-service config show` prints each value and where it came from; an unknown name "
         "is an error.",
     ]
@@ -147,18 +148,11 @@ def _settings_table(prefix: str, fields: Iterable[Any], texts: Mapping[str, str]
     for field in fields:
         dotted = prefix + field.name
         default = config.DEFAULTS[dotted]
-        shown = f'`"{default}"`' if isinstance(default, str) else f"`{json.dumps(default)}`"
-        meaning = texts.get(field.name, "") or field.name.replace("_", " ").capitalize() + "."
-        rows.append(
-            (
-                f"`{dotted}`",
-                shown,
-                type_text(field.type),
-                meaning,
-                f"`{config.variable_name(dotted)}`",
-            )
-        )
-    return table(("setting", "default", "type", "meaning", "variable"), rows)
+        is_size = field.type == config.ByteCount
+        shown = json.dumps(f"{default / 2**30:g}GiB" if is_size else default)
+        kind = "size" if is_size else type_text(field.type)
+        rows.append((f"`{dotted}`", f"`{shown}`", kind, texts[field.name]))
+    return table(("setting", "default", "type", "meaning"), rows)
 
 
 def protocol_page() -> str:

@@ -73,21 +73,29 @@ class LimitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Deadlines and quotas."""
 
     heartbeat_interval_s: Seconds = limits.HEARTBEAT_INTERVAL_S
+    """How often clients are told to ping."""
     session_timeout_s: Seconds = limits.SESSION_TIMEOUT_S
+    """Silence after which a session ends where neither its process nor its socket tells of its end."""
     lease_ttl_s: Seconds = limits.LEASE_TTL_S
+    """How long a lease lasts unless its heartbeat renews it."""
     writer_lease_ttl_s: Seconds = limits.WRITER_LEASE_TTL_S
+    """The same for the writer lease of a tensor-parallel group."""
     adoption_grace_s: Seconds = limits.ADOPTION_GRACE_S
     """How long after a restart nothing is evicted that clients were reading before it."""
     max_sessions: Annotated[int, Meta(ge=1, le=limits.MAX_SESSIONS)] = limits.MAX_SESSIONS
+    """Connections at a time, operators included."""
     max_leases_per_session: Annotated[int, Meta(ge=1, le=limits.MAX_LEASES_PER_SESSION)] = (
         limits.MAX_LEASES_PER_SESSION
     )
+    """Leases that one session may hold."""
     max_reserved_blocks_per_session: BlockQuota = 0
     """Blocks that one session may hold unpublished; 0 = all of the backing."""
     max_pins_per_session: BlockQuota = 0
     """Blocks that the leases of one session may pin, each lease's counted; 0 = no limit."""
     max_reserved_blocks_per_namespace: BlockQuota = 0
+    """The same of all sessions of a namespace; 0 = no limit."""
     max_pins_per_namespace: BlockQuota = 0
+    """Pins of all sessions of a namespace; 0 = no limit."""
 
 
 class CudaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -103,7 +111,9 @@ class LogSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """What is written to standard error."""
 
     format: Literal["console", "json"] = "console"
+    """json: one object a line, for collectors."""
     level: Literal["debug", "info", "warning", "error"] = "info"
+    """What is less important is left out."""
     events_per_second: Annotated[int, Meta(ge=1, le=10_000)] = 20
     """Lines a second of one event name; what goes beyond is counted and summed up."""
 
@@ -135,6 +145,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """All settings of one daemon."""
 
     instance: InstanceName = "default"
+    """Name of the daemon: part of the segment's name and of the default runtime directory."""
     runtime_dir: str = ""
     """Where the sockets and the lock lie; empty: see `default_runtime_dir`."""
     pool: PoolSettings = PoolSettings()

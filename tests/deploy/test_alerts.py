@@ -6,6 +6,7 @@ tested with promtool's clock (test_monitoring.py).
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -175,7 +176,7 @@ def test_a_healthy_daemon_fires_nothing_and_feeds_the_dashboard(watch: Watch) ->
     watched = watch()
     with watched.daemon.client() as client:
         namespace = client.open()
-        numbers = iter(range(1, 1_000))
+        numbers = itertools.count(1)
 
         def work() -> None:
             keys = keys_of(next(numbers))

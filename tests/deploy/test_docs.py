@@ -15,6 +15,7 @@ import typer.main
 from deploy_tools import ROOT, run
 
 from hisparse_service.cli.main import app
+from hisparse_service.config import DEFAULTS
 from hisparse_service.contract.errors import HiSparseError
 from hisparse_service.contract.messages import REQUEST_TYPES
 
@@ -82,6 +83,14 @@ def test_each_error_code_has_an_entry_with_a_remedy(code: str) -> None:
 def test_no_entry_is_of_an_error_that_is_gone() -> None:
     entries = re.findall(r"^### (\w+)$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
     assert sorted(entries) == CODES
+
+
+def test_every_setting_says_what_it_means() -> None:
+    text = (DOCS / "reference" / "settings.md").read_text()
+    for name in DEFAULTS:
+        row = re.search(rf"^\| `{re.escape(name)}` \|.*\| (.*) \|$", text, re.MULTILINE)
+        assert row, name
+        assert len(row[1].split()) > 2, f"hisparse_service/config.py says nothing of {name}"
 
 
 def test_every_request_is_in_the_protocol_reference() -> None:
