@@ -75,7 +75,7 @@ class LimitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     heartbeat_interval_s: Seconds = limits.HEARTBEAT_INTERVAL_S
     """How often clients are told to ping."""
     session_timeout_s: Seconds = limits.SESSION_TIMEOUT_S
-    """Silence after which a session ends where neither its process nor its socket tells of its end."""
+    """Silence after which a session ends, where neither its process nor its socket told."""
     lease_ttl_s: Seconds = limits.LEASE_TTL_S
     """How long a lease lasts unless its heartbeat renews it."""
     writer_lease_ttl_s: Seconds = limits.WRITER_LEASE_TTL_S
