@@ -340,10 +340,9 @@ def test_the_pod_starts_a_daemon_that_an_engine_attaches_to_and_drains(pod: Pod)
 
 def test_the_probes_and_the_scrape_get_their_answers(pod: Pod) -> None:
     pod.start()
-    (listening,) = re.findall(r'"event": "http_listening".*', pod.log) or [""]
-    port = re.search(r"127\.0\.0\.1:(\d+)", pod.log)
-    assert port, f"it says where it listens: {listening}"
-    base = f"http://127.0.0.1:{port[1]}"
+    base = wait_until(
+        lambda: next(iter(re.findall(r"http://127\.0\.0\.1:\d+", pod.log)), ""), what=pod.log
+    )
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert get(base + pod.container[probe]["httpGet"]["path"]) == 200
     assert get(base + "/metrics") == 401
