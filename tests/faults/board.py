@@ -24,6 +24,7 @@ class Count(enum.IntEnum):
     REFUSED = 8
     HANDED_IN = 9
     MIRRORS_LOST = 10
+    MIRRORS_GIVEN_UP = 11
 
 
 class Board:

@@ -417,6 +417,7 @@ class Storm:
             "refused": self.board.total(Count.REFUSED),
             "mirrors_handed_in": self.board.total(Count.HANDED_IN),
             "mirrors_lost": self.board.total(Count.MIRRORS_LOST),
+            "mirrors_given_up": self.board.total(Count.MIRRORS_GIVEN_UP),
             "pings": self.prober.pings,
             "longest_outage_s": round(self.prober.longest_outage_s, 3),
             "longest_outage_s_by_fault": {

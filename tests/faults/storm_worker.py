@@ -37,7 +37,7 @@ from tests.faults import planted
 from tests.faults.board import Board, Count
 from tests.faults.rows import ROW_BYTES, count_wrong_bytes, fill_block
 from worker_client import connect
-from worker_client.blocks import BlockLease
+from worker_client.blocks import BlockLease, LeaseState
 from worker_client.client import Client, Completed, CudaUse, Enqueued, MirrorOutcome, Namespace
 
 BLOCK_SIZE, NUM_LAYERS = 4, 2
@@ -107,11 +107,12 @@ class StormWorker:
             with self.counted():
                 self.read(lease, chain)
         for item in self.namespace.handed_in():
-            kept = item.canonical_blocks is not None
-            self.board.add(
-                self.index, Count.HANDED_IN if kept else Count.MIRRORS_LOST,
-                len(item.completed.blocks),
-            )  # fmt: skip
+            count = Count.HANDED_IN
+            if item.canonical_blocks is None:
+                # A request that ended before the daemon was back gave its mirrors up itself.
+                has_ended = item.completed.lease.state is LeaseState.RELEASED
+                count = Count.MIRRORS_GIVEN_UP if has_ended else Count.MIRRORS_LOST
+            self.board.add(self.index, count, len(item.completed.blocks))
         if was_answered:
             self.board.add(self.index, Count.OPERATIONS)
 
