@@ -295,6 +295,26 @@ def test_a_reset_prefix_cache_is_found_by_nobody(daemon, make_engine):
     assert other.cached_tokens["c"] == 0
 
 
+def test_blocks_whose_rows_are_wrong_are_found_by_nobody_and_not_written_while_published(
+    daemon, make_engine
+):
+    """As after a load error: vLLM evicts blocks from the cache that a request still uses."""
+    engine = make_engine(endpoint_of(daemon))
+    engine.add("a", PROMPT, max_tokens=30)
+    for _ in range(12):
+        engine.step()
+    used = {block.block_id for block in engine.host_pool.blocks if block.ref_cnt}
+    assert used & engine.connector.service.host.pinned
+    engine.host_pool.evict_blocks(used)
+    engine.run()
+    table = engine.worker.handle("layers.0").runtime.shared_host_region.pool.table
+    free = [block.block_id for block in engine.host_pool._free]
+    assert (table["state"][free] != BlockState.PUBLISHED).all()
+    other = make_engine(endpoint_of(daemon))
+    assert other.generate("b", PROMPT) == expected_tokens(PROMPT, 4)
+    assert other.cached_tokens["b"] == 0
+
+
 def test_another_hash_function_or_model_shares_nothing(daemon, make_engine, tmp_path):
     make_engine(endpoint_of(daemon)).generate("a", PROMPT)
     other = make_engine(endpoint_of(daemon), hash_algorithm="sha256")

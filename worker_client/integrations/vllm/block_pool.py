@@ -191,6 +191,7 @@ def service_block_pool() -> type[Any]:
             """Rows of these are wrong: they are no hits any more, for no engine."""
             super().evict_blocks(block_ids)
             self._wrong |= block_ids
+            self.host.distrust(block_ids)
 
         def reset_prefix_cache(self) -> bool:
             """Forget all prefixes; what this engine published can be found by nobody after it.

@@ -233,6 +233,10 @@ class HostBlocks:
         self._forget(part)
         return part
 
+    def distrust(self, blocks: Iterable[int]) -> None:
+        """Rows of these held blocks are wrong: nothing is published below them any more."""
+        self._unpublished.update(block for block in blocks if block in self._generations)
+
     def forget(self, blocks: Sequence[int]) -> None:
         """Let published blocks go whose rows are wrong: nobody shall find them again."""
         pinned = [block for block in blocks if block in self.pinned]
@@ -347,6 +351,7 @@ class HostBlocks:
 
     def _forget(self, blocks: Sequence[int]) -> None:
         self.pinned.difference_update(blocks)
+        self._unpublished.difference_update(blocks)  # the ids come back with other content
         for block in blocks:
             self._generations.pop(block, None)
 
