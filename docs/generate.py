@@ -266,7 +266,7 @@ def _sample_metrics(make: Callable[[], Any]) -> Any:
     metrics.count_death("process_ended")
     metrics.adopted_blocks["kept"] = 1
     metrics.snapshot = {
-        "sessions": {"by_state": {"worker": {"ALIVE": 1}}},
+        "sessions": {"by_state": {"workers": {"alive": 1}}},
         "pool": {f"{use}_bytes": 1 for use in ("directory", "tables", "payload", "free")},
         "helpers": {"http": {"alive": True, "restarts": 0, "permanent": True}},
         "namespaces": [
