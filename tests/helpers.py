@@ -135,11 +135,12 @@ class DaemonProcess:
 
     def __init__(
         self, directory: Path, *, instance: str | None = None, pool_bytes: str = "8MiB",
-        arguments: tuple[str, ...] = (), **settings: str,
+        arguments: tuple[str, ...] = (), program: tuple[str, ...] = ("-m", "hisparse_service"),
+        **settings: str,
     ) -> None:  # fmt: skip
         self.directory = directory
         self.instance = instance or unique_instance()
-        self.arguments = arguments
+        self.arguments, self.program = arguments, program
         kept = {k: v for k, v in os.environ.items() if not k.startswith("HISPARSE_")}
         self.environment = kept | {
             "HISPARSE_INSTANCE": self.instance,
@@ -159,7 +160,7 @@ class DaemonProcess:
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 [
-                    sys.executable, "-m", "hisparse_service", "serve", "--ready-fd", str(write_fd),
+                    sys.executable, *self.program, "serve", "--ready-fd", str(write_fd),
                     *self.arguments,
                 ],
                 env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
