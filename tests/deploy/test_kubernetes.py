@@ -210,6 +210,29 @@ def test_policy_monitor_and_probes_name_the_port_that_the_settings_open(
     assert credentials["key"] == Path(http["token_file"]).name
 
 
+def test_the_policy_leaves_the_engine_its_port_and_its_way_out(
+    overlay: str, objects: list[Manifest]
+) -> None:
+    policy = one(objects, "NetworkPolicy", "hisparse-service")["spec"]
+    template = one(objects, "Deployment", "engine")["spec"]["template"]
+    chosen = policy["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    assert chosen is (overlay == "sidecar"), "a policy holds for whole pods"
+    if not chosen:
+        assert policy["egress"] == [], "the daemon calls nobody"
+        return
+    assert policy["policyTypes"] == ["Ingress"]
+    (engine,) = template["spec"]["containers"]
+    open_ports = {port["port"] for rule in policy["ingress"] for port in rule["ports"]}
+    assert {port["containerPort"] for port in engine["ports"]} < open_ports
+
+
+def test_both_patterns_run_the_same_daemon() -> None:
+    _, sidecar = daemon_pod("sidecar", render("sidecar"))
+    _, node = daemon_pod("daemonset", render("daemonset"))
+    assert sidecar.pop("restartPolicy") == "Always"
+    assert sidecar == node
+
+
 def test_budgets_cover_the_engines(objects: list[Manifest]) -> None:
     budget = one(objects, "PodDisruptionBudget", "engine")["spec"]
     labels = one(objects, "Deployment", "engine")["spec"]["template"]["metadata"]["labels"]
