@@ -374,7 +374,12 @@ def test_a_daemon_restarted_between_two_steps_disturbs_nothing(daemon, make_engi
     from real_daemon import wait_until
 
     wait_until(lambda: engine.connector.service.is_available, "attached again")
+    host = engine.connector.service.host
+    wait_until(
+        lambda: counts(daemon)["blocks"]["reserved"] == host.num_reserved > 0, "blocks are back"
+    )
     engine.run()
+    assert host.totals.blocks_unpublished == 0
     assert engine.outputs["a"] == expected_tokens(PROMPT, 30)
     engine.shutdown()
     again = make_engine(endpoint_of(daemon))
