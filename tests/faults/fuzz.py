@@ -120,6 +120,7 @@ def unpack(frame: bytes) -> object:
         frame,
         unicode_errors="surrogateescape",
         strict_map_key=False,
+        ext_hook=lambda code, data: (code, data),  # its own type takes no negative codes
         object_pairs_hook=lambda pairs: {repr(key): value for key, value in pairs},
     )
 

@@ -142,9 +142,9 @@ class ClientDaemonMachine(RuleBasedStateMachine):
         return self.workers[index]
 
     def leave(self, worker: StormWorker) -> None:
-        worker.held.clear()
         del worker.blocks
         worker.client.close()
+        worker.held.clear()
         gc.collect()
 
     def revive(self) -> None:
