@@ -82,7 +82,7 @@ def _demo(context: typer.Context) -> None:
 def main() -> None:
     """Run the command line; ends the process."""
     try:
-        app()
+        app(prog_name="hisparse-service")
     except HiSparseError as error:
         print(f"{error.code}: {error}", file=sys.stderr)
         raise SystemExit(exit_code_of(error)) from None

@@ -7,7 +7,7 @@ import json
 import select
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -155,7 +155,8 @@ def render(overview: dict[str, Any], *, width: int, height: int | None = None) -
     rows = max(4, (height or 48) - 30)
     return Group(
         _header(overview), *_problems(overview), Padding(upper, (1, 0, 0, 0)),
-        _namespaces(overview), _sessions(sessions, rows), *_events(overview, 8, width),
+        _namespaces(overview, is_wide=wide), _sessions(sessions, rows, is_wide=wide),
+        *_events(overview, 8, width),
     )  # fmt: skip
 
 
@@ -214,7 +215,7 @@ def _pool(overview: dict[str, Any], width: int, rows: int) -> Iterator[Text]:
     for state, words, color in _STATES:
         legend.append("■ ", color)
         legend.append(f"{words} ")
-        legend.append(f"{human_bytes(sums[state])}  ", "bold")
+        legend.append(f"{_whole(human_bytes(sums[state]))}  ", "bold")
     yield legend
     each_rows = max(2, rows // max(1, len(overview["occupancy"])))
     for backing in overview["occupancy"]:
@@ -300,20 +301,23 @@ def _spark(values: list[float], color: str, count: int = 24) -> Text:
     return Text("".join(bars), color)
 
 
-def _table(columns: tuple[tuple[str, str], ...], rows: list[list[str]]) -> Table:
+def _table(
+    columns: tuple[tuple[str, str], ...], rows: list[list[str]], shown: Sequence[int]
+) -> Table:
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", expand=False, pad_edge=False)
-    for name, justify in columns:
+    for index in shown:
+        name, justify = columns[index]
         table.add_column(
             name, justify="right" if justify == "n" else "left", no_wrap=True, overflow="ellipsis"
         )
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(row[index] for index in shown))
     return table
 
 
-def _namespaces(overview: dict[str, Any]) -> RenderableType:
+def _namespaces(overview: dict[str, Any], *, is_wide: bool) -> RenderableType:
     from rich.padding import Padding
 
     rows = []
@@ -333,10 +337,11 @@ def _namespaces(overview: dict[str, Any]) -> RenderableType:
         ("written", "n"), ("free", "n"), ("hits", "n"), ("evicted", "n"), ("leases", "n"),
         ("refused", "n"),
     )  # fmt: skip
-    return Padding(_table(columns, rows), (1, 0, 0, 0))
+    shown = range(len(columns)) if is_wide else (0, 1, 2, 6, 7, 8, 10)
+    return Padding(_table(columns, rows, shown), (1, 0, 0, 0))
 
 
-def _sessions(sessions: list[dict[str, Any]], max_rows: int) -> RenderableType:
+def _sessions(sessions: list[dict[str, Any]], max_rows: int, *, is_wide: bool) -> RenderableType:
     from rich.padding import Padding
 
     # Those that hold most come first: they are what one looks for.
@@ -357,7 +362,8 @@ def _sessions(sessions: list[dict[str, Any]], max_rows: int) -> RenderableType:
         ("id", ""), ("session", ""), ("group", ""), ("rank", "n"), ("pid", "n"), ("state", ""),
         ("silent", "n"), ("writes", "n"), ("reads", "n"), ("messages", "n"), ("errors", "n"),
     )  # fmt: skip
-    return Padding(_table(columns, rows), (1, 0, 1, 0))
+    shown = range(len(columns)) if is_wide else (0, 2, 3, 5, 7, 8, 10)
+    return Padding(_table(columns, rows, shown), (1, 0, 1, 0))
 
 
 def _events(overview: dict[str, Any], count: int, width: int) -> Iterator[Text]:
@@ -381,3 +387,9 @@ def _duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def _whole(size: str) -> str:
+    """132.0 MiB as 132 MiB: a line has to hold four of them."""
+    number, unit = size.split(" ")
+    return f"{float(number):.0f} {unit}"

@@ -8,7 +8,13 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from hisparse_service.telemetry.logs import RateLimiter, configure_logs, get_logger
+from hisparse_service.telemetry.logs import (
+    MAX_RECENT_EVENTS,
+    RateLimiter,
+    configure_logs,
+    get_logger,
+    recent_events,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -55,3 +61,34 @@ def test_json_is_one_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0]["endpoint"] == "x\ny"
     assert lines[0]["level"] == "info"
     assert "inner" in json.dumps(lines[1])
+
+
+def test_secrets_and_bytes_never_reach_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logs(format="json", level="info", events_per_second=100)
+    recent_events.clear()
+    get_logger().info(
+        "all_of_it", token="hunter2",  # noqa: S106
+        token_ids=[987654321, 123456789], Authorization="Bearer hunter2",
+        api_key="hunter2", keys=b"hunter2", payload=b"hunter2", chunk=memoryview(b"hunter2"),
+        text="x" * 5_000, num_keys=3, keys_asked=7, tokens_hit=9, key_bytes=16,
+    )  # fmt: skip
+    out = capsys.readouterr().err
+    line = json.loads(out)
+    assert "hunter2" not in out
+    assert "987654321" not in out
+    assert (line["num_keys"], line["keys_asked"], line["tokens_hit"]) == (3, 7, 9)
+    assert line["key_bytes"] == 16
+    assert len(line["text"]) < 1_100
+    assert "hunter2" not in recent_events.last(1)[0]["text"]
+
+
+def test_the_last_events_are_kept_up_to_a_bound() -> None:
+    configure_logs(format="json", level="info", events_per_second=10_000)
+    recent_events.clear()
+    for number in range(MAX_RECENT_EVENTS + 10):
+        get_logger().warning("event", number=number)
+    kept = recent_events.last()
+    assert len(kept) == MAX_RECENT_EVENTS
+    assert kept[-1]["text"] == f"number={MAX_RECENT_EVENTS + 9}"
+    assert kept[-1]["level"] == "warning"
+    assert recent_events.last(3) == kept[-3:]
