@@ -10,8 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: docs deploy-test faults
-.PHONY: help demo test lint format unit conformance bench clean
+.PHONY: help demo test lint format unit faults conformance bench docs deploy-test clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
