@@ -735,6 +735,7 @@ class Namespace:
             item.lease.deadline_ns = reply.lease_deadline_ns
             at = end
         self.counters.add("mirrored_blocks", len(blocks))
+        self.counters.add("bytes_mirrored", len(blocks) * self.geometry.block_stride_bytes)
         return blocks, generations
 
     def _reserved(

@@ -35,6 +35,7 @@ from worker_client.integrations.transformers import (
 )
 from worker_client.mirror import CompletionTracker, EventTracker, ImmediateTracker, MirrorQueue
 from worker_client.requests import Admission, EndMode, PageMirror, StepWork
+from worker_client.swap_report import SwapReporter
 
 _POLL_S = 0.002
 """How often a step that waits for a publication asks again: a round trip takes 0.1 ms."""
@@ -153,6 +154,8 @@ class Generator:
             tracker=options.tracker or (EventTracker() if on_gpu else ImmediateTracker()),
             backend=self.tiers.backend,
         )
+        self._reporter = SwapReporter(namespace.counters, self.tiers.swap_statistics)
+        self.tiers.timed_swap = lambda: self._reporter.timed(self.tiers.device)
         self._sequences: dict[str, _Sequence] = {}
         self._mirrored: set[str] = set()
         """Requests that the mirror queue knows."""
@@ -221,6 +224,7 @@ class Generator:
         if decode is not None:
             tokens += self._run(decode)
         self.settle()
+        self._reporter.tick()
         self.statistics.steps += 1
         return tokens
 
@@ -252,8 +256,11 @@ class Generator:
 
     def close(self) -> None:
         """Give everything back, in the order of use. Idempotent."""
-        self.coordinator.close()
-        self.tiers.close()
+        try:
+            self._reporter.report()
+        finally:
+            self.coordinator.close()
+            self.tiers.close()
 
     def _next_chunk(self) -> Batch | None:
         for request_id, sequence in self._sequences.items():

@@ -21,7 +21,8 @@ coordinator's. Used on the worker's compute thread only.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -334,11 +335,12 @@ class TieredAttention(nn.Module):
     def _decode(self, query: torch.Tensor, top_k: torch.Tensor, step: _Step) -> torch.Tensor:
         """Rows where `swap_in` put them. query [B, H, 1, D]; returns [B, 1, H, V]."""
         handle, owner = self.hisparse_cache, self._owner[0]
-        physical = handle.swap_in(
-            owner.pad_lanes(top_k[:, 0]),
-            request_slots=step.slots,
-            query_starts=step.query_starts,
-        )
+        with owner.timed_swap():
+            physical = handle.swap_in(
+                owner.pad_lanes(top_k[:, 0]),
+                request_slots=step.slots,
+                query_starts=step.query_starts,
+            )
         if handle.runtime.is_group_leader:
             owner.audit_swap(handle.runtime.index_group, self.group)
         empty = physical < 0
@@ -423,6 +425,8 @@ class TieredModel:
         self.device: torch.device = weight.device
         self.shape = ModelShape.of(model.config, weight.dtype)
         self.audit = audit
+        self.timed_swap: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Entered around each swap: for who measures."""
         self.prefill_rows = PrefillRows()
         self.dropped_hot_rows = 0
         expected = self.shape.host_geometry(block_size=sizes.block_size, layout=sizes.host_layout)
