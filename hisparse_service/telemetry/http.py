@@ -12,8 +12,10 @@ daemon serves its workers without and tries again.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
+import select
 import socket
 import stat
 import threading
@@ -81,6 +83,7 @@ class HttpService:
         self._map: dict[int, Any] = {}
         self._servers: list[Any] = []
         self._pull: Callable[[], None] | None = None
+        self._pull_lock = threading.Lock()
         self._error = ""
         self._bound: list[str] = []
 
@@ -95,10 +98,9 @@ class HttpService:
 
     def wake(self) -> None:
         """Have `run` look at its stop event now. Any thread."""
-        pull = self._pull
-        if pull is not None:
-            with contextlib.suppress(OSError):
-                pull()
+        with self._pull_lock, contextlib.suppress(OSError):
+            if self._pull is not None:
+                self._pull()
 
     # --- the helper thread ------------------------------------------------------------------
 
@@ -107,20 +109,40 @@ class HttpService:
         sockets = self._bind(stopping)
         if not sockets:
             return
-        # Imported on this thread: the daemon's start does not wait for it.
+        try:
+            log.info("http_listening", addresses=list(self._bound))
+            if self._wait_for_client(sockets, stopping):
+                self._serve(sockets, stopping)
+        finally:
+            self._close(sockets)
+
+    def _wait_for_client(self, sockets: list[socket.socket], stopping: threading.Event) -> bool:
+        """Until somebody connects. Only then is there a server: a start has better to do."""
+        wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            self._pull = functools.partial(os.eventfd_write, wake_fd, 1)
+            poller = select.poll()
+            for fd in (wake_fd, *(each.fileno() for each in sockets)):
+                poller.register(fd, select.POLLIN)
+            while not stopping.is_set():
+                if any(fd != wake_fd for fd, _ in poller.poll()):
+                    return True
+            return False
+        finally:
+            with self._pull_lock:  # its number may be another's a moment later
+                self._pull = None
+                os.close(wake_fd)
+
+    def _serve(self, sockets: list[socket.socket], stopping: threading.Event) -> None:
         from waitress import wasyncore
 
         _route_logs()
-        try:
-            for each in sockets:
-                self._servers.append(self._make_server(each))
-            self._pull = self._servers[0].pull_trigger
-            log.info("http_listening", addresses=list(self._bound))
-            while not stopping.is_set():
-                wasyncore.loop(timeout=_TURN_S, use_poll=True, map=self._map, count=1)
-                self._drop_silent()
-        finally:
-            self._close(sockets)
+        for each in sockets:
+            self._servers.append(self._make_server(each))
+        self._pull = self._servers[0].pull_trigger
+        while not stopping.is_set():
+            wasyncore.loop(timeout=_TURN_S, use_poll=True, map=self._map, count=1)
+            self._drop_silent()
 
     def _make_server(self, listening: socket.socket) -> Any:
         from waitress import create_server
@@ -154,7 +176,8 @@ class HttpService:
                     channel.handle_close()
 
     def _close(self, sockets: list[socket.socket]) -> None:
-        self._pull = None
+        with self._pull_lock:
+            self._pull = None
         for server in self._servers:
             server.task_dispatcher.shutdown(timeout=1.0)
         for each in list(self._map.values()):
