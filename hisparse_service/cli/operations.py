@@ -26,6 +26,11 @@ NamespaceOption = Annotated[
     typer.Option("--namespace", help="Id of the namespace; may be left out where there is one"),
 ]
 
+RatesOption = Annotated[
+    bool,
+    typer.Option("--rates", help="Also what happens a second; the daemon takes up to 2 s for it"),
+]
+
 
 def connect(
     config: str | None, instance: str | None, runtime_dir: str | None, timeout_s: float
@@ -64,6 +69,7 @@ def status(
     instance: InstanceOption = None,
     runtime_dir: RuntimeDirOption = None,
     timeout_s: TimeoutOption = 5.0,
+    rates: RatesOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show the pool, the namespaces and the sessions. Exit code 4 while it is not ready."""
@@ -71,6 +77,10 @@ def status(
 
     with connect(config, instance, runtime_dir, timeout_s) as daemon:
         found = daemon.ask(m.StatusReply, m.Status(daemon.next_id())).status
+        if rates:
+            from hisparse_service.cli.top import first_overview
+
+            found["rates"] = first_overview(daemon, timeout_s)["rates"]
     if as_json:
         print(json.dumps(found, indent=2))
     else:
@@ -94,6 +104,9 @@ def _print_status(found: dict[str, Any]) -> None:
     else:
         print(f"pool being populated: {found['progress']:.0%}")
     print(f"sessions {sessions['workers']} workers, {sessions['operators']} operators")
+    if "rates" in found:
+        shown = {name: value for name, value in found["rates"].items() if value}
+        print("a second: " + (", ".join(f"{k} {v:g}" for k, v in shown.items()) or "nothing"))
     rows = []
     for namespace in found["namespaces"]:
         statistics, blocks = namespace["statistics"], namespace["blocks"]

@@ -51,7 +51,7 @@ def top(
 ) -> None:
     """Show occupancy, rates, sessions and events, live. q or Ctrl-C ends it."""
     with connect(config, instance, runtime_dir, timeout_s) as daemon:
-        overview = _first(daemon, timeout_s)
+        overview = first_overview(daemon, timeout_s)
         if as_json:
             print(json.dumps(overview, indent=2))
             return
@@ -70,7 +70,7 @@ def _ask(daemon: OperatorConnection) -> dict[str, Any]:
     return daemon.ask(m.StatusReply, m.Overview(daemon.next_id())).status
 
 
-def _first(daemon: OperatorConnection, timeout_s: float) -> dict[str, Any]:
+def first_overview(daemon: OperatorConnection, timeout_s: float) -> dict[str, Any]:
     """Nobody has looked for a while: the daemon makes its first picture within two seconds."""
     deadline_s = time.monotonic() + timeout_s
     while True:

@@ -83,6 +83,14 @@ def test_status_sessions_blocks_and_evict(
     assert "ready" in plain
 
 
+def test_status_tells_what_happens_a_second_where_it_is_asked_for(daemon: DaemonProcess) -> None:
+    rates = of(daemon, "status", "--rates")["rates"]
+    assert {"keys_asked", "published", "evictions", "requests"} <= set(rates)
+    assert "rates" not in of(daemon, "status")
+    plain = run("status", "--rates", "--runtime-dir", str(daemon.runtime_dir)).stdout
+    assert "a second: " in plain
+
+
 def test_drain_stop_ends_the_daemon(daemon: DaemonProcess) -> None:
     assert of(daemon, "drain", "--stop") == {"draining": True, "ended": True}
     assert daemon.process.wait(30) == 0
