@@ -59,6 +59,13 @@ class Health:
         snapshot = self._snapshot()
         phase, progress = snapshot.get("phase", "starting"), snapshot.get("progress", 0.0)
         body: dict[str, Any] = {"ok": phase == "ready", "phase": phase, "progress": progress}
+        restarts = {
+            name: helper["restarts"]
+            for name, helper in snapshot.get("helpers", {}).items()
+            if helper["restarts"]
+        }
+        if restarts:
+            body["helper_restarts"] = restarts
         if phase == "starting":
             body["reason"] = f"the pool is being populated: {progress:.0%}"
         elif phase != "ready":
