@@ -97,6 +97,13 @@ MAX_UNIX_PATH_BYTES: Final = 107
 MAX_TRACE_BYTES: Final = GIB
 """Of one recording of control messages."""
 
+# --- CUDA events of writers -----------------------------------------------------------------
+EVENT_HANDLE_BYTES: Final = 64
+"""Of cudaIpcEventHandle_t."""
+MAX_SHARED_EVENTS: Final = 64
+"""In a writer's ring: steps that its device may be behind. One offer a session and namespace, so
+the daemon keeps at most 64 MiB of handles."""
+
 # --- client ---------------------------------------------------------------------------------
 DEFAULT_REQUEST_TIMEOUT_S: Final = 5.0
 CONNECT_TIMEOUT_S: Final = 10.0
@@ -115,3 +122,4 @@ assert MAX_BLOCKS_PER_MESSAGE * (BLOCK_KEY_BYTES + 8) <= MAX_MESSAGE_BYTES
 assert HEARTBEAT_INTERVAL_S * 3 <= ADOPTION_GRACE_S <= LEASE_TTL_S
 assert HEARTBEAT_INTERVAL_S * 5 <= SESSION_TIMEOUT_S < LEASE_TTL_S
 assert LOOKUP_SLICE_KEYS <= MAX_KEYS
+assert MAX_SESSIONS * MAX_NAMESPACES * MAX_SHARED_EVENTS * EVENT_HANDLE_BYTES <= 64 * MIB

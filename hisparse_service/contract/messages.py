@@ -55,6 +55,10 @@ Keys = Annotated[bytes, Meta(max_length=limits.MAX_KEYS * limits.BLOCK_KEY_BYTES
 NumBlocks = Annotated[int, Meta(ge=1, le=limits.MAX_BLOCKS_PER_BACKING)]
 NumReserve = Annotated[int, Meta(ge=1, le=limits.MAX_RESERVE_BLOCKS)]
 LeaseIds = Annotated[list[U64], Meta(max_length=limits.MAX_LIST_ITEMS)]
+EventHandles = Annotated[
+    bytes, Meta(max_length=limits.MAX_SHARED_EVENTS * limits.EVENT_HANDLE_BYTES)
+]
+"""64 B, one an event."""
 
 
 class Request(msgspec.Struct, array_like=True, frozen=True):
@@ -375,6 +379,40 @@ class ReleaseLeases(Request, tag=27, frozen=True):
     lease_ids: LeaseIds
 
 
+# --- device -------------------------------------------------------------------------------------
+
+
+class OfferEvents(Request, tag=32, frozen=True):
+    """CUDA IPC handles of the writer's events, for the other ranks of its group.
+
+    The group's writer only; replaces its earlier offer, and no handles withdraw it. The offer ends
+    with the session and with the writer lease. The daemon hands the bytes on and never opens them.
+    """
+
+    namespace_id: U16
+    device_uuid: Text
+    """Of the GPU whose streams record the events."""
+    handles: EventHandles
+    """In the order of the ring: step s is recorded in event s modulo their number."""
+
+
+class FetchEvents(Request, tag=33, frozen=True):
+    """The offer of the group's writer. No handles: there is none now."""
+
+    namespace_id: U16
+
+
+class EventsReply(Reply, tag=33, frozen=True):
+    """What to open. Waiting for these events is for speed: what may be read, the records say."""
+
+    writer_session: int
+    """0 without an offer."""
+    device_uuid: str
+    handles: bytes
+    number: int
+    """Of the offer, in this epoch: another number means other events."""
+
+
 # --- operations ---------------------------------------------------------------------------------
 
 
@@ -536,13 +574,14 @@ REQUEST_TYPES: Final[Mapping[int, type[Request]]] = {
     for request_type in (
         Hello, Ping, Bye, OpenNamespace, AllocateBacking, TakeWriter, YieldWriter,
         RegistrationTurn, Reserve, Lookup, Pin, Unpin, MirrorBatch, Abandon, Free, ReleaseLeases,
-        Reclaim,
+        Reclaim, OfferEvents, FetchEvents,
         Status, Sessions, ListBlocks, Evict, Drain, SetLimits, Trace, Overview,
     )
 }  # fmt: skip
 AnyReply = (
     HelloReply | Pong | Done | NamespaceReply | BackingReply | LeaseReply | TurnReply | BlocksReply
-    | MirrorReply | StatusReply | ListReply | CountReply | LimitsReply | TraceReply | ErrorReply
+    | MirrorReply | EventsReply | StatusReply | ListReply | CountReply | LimitsReply | TraceReply
+    | ErrorReply
 )  # fmt: skip
 
 
@@ -689,6 +728,18 @@ def num_keys(keys: bytes) -> int:
             f"keys take {limits.BLOCK_KEY_BYTES} bytes each, got {len(keys)} bytes in all"
         )
     return len(keys) // limits.BLOCK_KEY_BYTES
+
+
+def event_handles(data: bytes) -> list[bytes]:
+    """Split the handles of events.
+
+    Raises:
+        MalformedMessage: The length is not a multiple of 64.
+    """
+    width = limits.EVENT_HANDLE_BYTES
+    if len(data) % width:
+        raise _malformed(f"event handles take {width} bytes each, got {len(data)} bytes in all")
+    return [data[start : start + width] for start in range(0, len(data), width)]
 
 
 def _view(data: bytes, dtype: str, what: str) -> npt.NDArray[Any]:

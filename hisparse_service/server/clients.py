@@ -1,8 +1,8 @@
 """The beginning and the end of a session, whatever noticed it: one way in, one way out.
 
 What a session held goes back in one order: its running requests, its blocks, pins and leases, its
-registration turns, the namespaces that only it had opened, its pid watch, the session.
-Control loop only.
+registration turns and offered events, the namespaces that only it had opened, its pid watch, the
+session. Control loop only.
 """
 
 from __future__ import annotations
@@ -134,6 +134,7 @@ def end_session(state: ServerState, client: Client, cause: DeathCause) -> None:
     for entry in list(state.namespaces.values()):
         if session.session_id in entry.turns:
             entry.turns.remove(session.session_id)
+        entry.withdraw_events(client.hello.group, session.session_id)
         entry.openers.discard(session.session_id)
         if entry.backing is None and not entry.openers:
             drop_namespace(state, entry.namespace_id)

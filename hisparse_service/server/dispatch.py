@@ -36,6 +36,7 @@ from hisparse_service.server import handlers_blocks as blocks
 from hisparse_service.server import handlers_control as control
 from hisparse_service.server import handlers_operations as operations
 from hisparse_service.server import handlers_session as session
+from hisparse_service.server import handlers_shared_events as shared_events
 from hisparse_service.server.clients import begin_session, draining, end_session, hello_reply
 from hisparse_service.server.state import Client, LongRequest, Pending, Phase, ServerState
 from hisparse_service.telemetry.logs import get_logger
@@ -97,6 +98,8 @@ ROUTES: Final[dict[type[m.Request], Route]] = {
     m.Abandon: Route(blocks.abandon, Needs.WORKER),
     m.Free: Route(blocks.free, Needs.WORKER),
     m.ReleaseLeases: Route(blocks.release_leases, Needs.WORKER),
+    m.OfferEvents: Route(shared_events.offer_events, Needs.WORKER),
+    m.FetchEvents: Route(shared_events.fetch_events, Needs.WORKER),
     m.Status: Route(operations.status, Needs.SESSION, overtakes=True),
     m.Sessions: Route(operations.sessions, Needs.SESSION, overtakes=True),
     m.ListBlocks: Route(operations.list_blocks, Needs.POOL),

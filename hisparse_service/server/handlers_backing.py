@@ -203,10 +203,10 @@ def yield_writer(
     request: m.YieldWriter,
     now_s: float,
 ) -> m.Reply:
-    """Give the writer lease back."""
-    state.directory.yield_writer(
-        client.hello.group, request.namespace_id, client.session.session_id
-    )
+    """Give the writer lease back; the events that it offered go with it."""
+    session_id = client.session.session_id
+    state.directory.yield_writer(client.hello.group, request.namespace_id, session_id)
+    entry_of(state, request.namespace_id).withdraw_events(client.hello.group, session_id)
     return m.Done(request.request_id, state.options.epoch)
 
 

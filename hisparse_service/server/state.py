@@ -78,6 +78,16 @@ class Client:
     """The worker's own, of its last heartbeat."""
 
 
+@dataclass(slots=True, frozen=True)
+class EventOffer:
+    """CUDA IPC event handles of a group's writer. Bytes: the daemon never opens them."""
+
+    session_id: int
+    device_uuid: str
+    handles: bytes
+    number: int
+
+
 @dataclass(slots=True, eq=False)
 class NamespaceEntry:
     """A namespace's geometry, and its backing once it has one."""
@@ -97,6 +107,16 @@ class NamespaceEntry:
     """Live sessions that opened it; without any and without a backing it is dropped."""
     turns: deque[int] = field(default_factory=deque)
     """Sessions that register or wait to; the first has the turn."""
+    event_offers: dict[str, EventOffer] = field(default_factory=dict)
+    """By group; each of the session that was its writer then."""
+    num_event_offers: int = 0
+    """Made since the daemon started: numbers them."""
+
+    def withdraw_events(self, group: str, session_id: int) -> None:
+        """The session ended, or is the group's writer no more. Idempotent."""
+        offer = self.event_offers.get(group)
+        if offer is not None and offer.session_id == session_id:
+            del self.event_offers[group]
 
 
 @dataclass(slots=True, frozen=True)

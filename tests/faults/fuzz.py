@@ -69,6 +69,8 @@ SAMPLES = [
     messages.SetLimits(23, -1, 100, 10, 0, 1_000, 64),
     messages.Trace(24, "look", 5.0, 1_000_000),
     messages.Overview(25),
+    messages.OfferEvents(26, 1, "GPU-1", bytes(range(64))),
+    messages.FetchEvents(27, 1),
 ]  # fmt: skip
 assert {type(sample) for sample in SAMPLES} == set(messages.REQUEST_TYPES.values())
 FRAMES = [messages.encode(sample) for sample in SAMPLES]

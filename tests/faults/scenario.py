@@ -136,6 +136,8 @@ class Scenario:
         self.ask(client, m.TurnReply, m.RegistrationTurn, namespace, False)
         self.ask(client, m.TurnReply, m.RegistrationTurn, namespace, True)
         self.ask(client, m.LeaseReply, m.TakeWriter, namespace)
+        self.ask(client, m.Done, m.OfferEvents, namespace, "", bytes(64))
+        self.ask(client, m.EventsReply, m.FetchEvents, namespace)
         return namespace, Rows(backing)
 
     def send_hello(self, client: RawClient) -> None:

@@ -37,6 +37,7 @@ BY_TYPE = {
     messages.Blocks: st.binary(max_size=40),
     messages.Checksums: st.binary(max_size=40),
     messages.Keys: st.binary(max_size=40),
+    messages.EventHandles: st.binary(max_size=40),
     messages.NumBlocks: st.integers(1, limits.MAX_BLOCKS_PER_BACKING),
     messages.NumReserve: st.integers(1, limits.MAX_RESERVE_BLOCKS),
     messages.LeaseIds: st.lists(u64, max_size=5),
@@ -231,4 +232,4 @@ def test_tags_are_unique_over_requests_and_over_replies():
     reply_types = typing.get_args(messages.AnyReply)
     tags = [reply.__struct_config__.tag for reply in reply_types]
     assert len(set(tags)) == len(tags)
-    assert len(REQUEST_TYPES) == 25
+    assert len(REQUEST_TYPES) == 27
