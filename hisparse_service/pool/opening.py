@@ -27,7 +27,7 @@ from hisparse_service.contract.errors import (
     RuntimeDirectoryError,
 )
 from hisparse_service.contract.limits import MIB
-from hisparse_service.contract.segment import BackingRecord, Header, pack_header
+from hisparse_service.contract.segment_header import BackingRecord, Header, pack_header
 from hisparse_service.pool import huge_pages, memory_limits, names, numa, os_calls, survey
 from hisparse_service.pool.populate import PopulateReport, ProgressCallback, populate
 from hisparse_service.pool.recovery import (

@@ -28,7 +28,7 @@ import posix_ipc
 
 from hisparse_service.contract.crashpoints import PointKind, call_point, crash_point, declare
 from hisparse_service.contract.errors import ClosedError, UsageError
-from hisparse_service.contract.segment import MAGIC
+from hisparse_service.contract.segment_header import MAGIC
 from hisparse_service.pool import names
 
 SHM_DIR: Final = "/dev/shm"  # noqa: S108 - where glibc's shm_open keeps names, by definition

@@ -14,7 +14,7 @@ from typing import Final
 
 from hisparse_service.contract.errors import CorruptSegmentError, ForeignSegment
 from hisparse_service.contract.limits import MAX_BACKINGS
-from hisparse_service.contract.segment import (
+from hisparse_service.contract.segment_header import (
     ARENA_OFFSET,
     BACKING_DIRECTORY_OFFSET,
     BACKING_RECORD_BYTES,
