@@ -70,6 +70,15 @@ class Pool:
         for worker in workers:
             worker.join()
 
+    def front(self, num_bytes: int) -> Pool:
+        """The first bytes of this pool, borrowed: only this pool is closed."""
+        if num_bytes > self.num_bytes:
+            raise ValueError(f"front of {num_bytes} bytes of a pool of {self.num_bytes}")
+        part = Pool.__new__(Pool)
+        part.num_bytes = num_bytes
+        part.tensor = self.tensor[:num_bytes]
+        return part
+
     def pages(
         self, *, layers: int, row_bytes: int, interleaved: bool, device: tuple[torch.Tensor, ...]
     ) -> GroupPages:
@@ -112,17 +121,23 @@ class TraceKind:
 
     name: str
     kept_share: float
-    recent_share: float = 0.0
-    """Of the new positions, those drawn near the end of the context."""
+    working_share: float = 0.0
+    """Of the new positions, those drawn from the request's working set; the others come uniformly
+    from the whole context."""
+    working_rows: int = 0
+    """Size of the working set, which is drawn once."""
 
 
 STICKY = TraceKind("sticky", 0.85)
 TRACES = (
     STICKY,
-    TraceKind("half", 0.5),
-    TraceKind("middle_layers", 0.44, 0.25),
-    TraceKind("first_layers", 0.05),
+    TraceKind("middle_low", 0.44, 0.35, 2_560),
+    TraceKind("middle_high", 0.44, 0.85, 5_632),
+    TraceKind("first_layers", 0.0),
 )
+"""The sticky trace; middle layers, where consecutive steps share 44 % of the top-k and the hit rate
+depends on how much of what was left comes back (little or most of it); layers 0 and 1, where
+consecutive steps share nothing."""
 
 
 class Trace:
@@ -133,30 +148,51 @@ class Trace:
         self._random = torch.Generator(DEVICE).manual_seed(3)
         keys = self._keys(requests)
         self.current = keys.topk(top_k, dim=1, sorted=False).indices.to(torch.int32)
+        if kind.working_rows:
+            chosen = self._keys(requests).topk(kind.working_rows, dim=1, sorted=False).indices
+            outside = torch.ones((requests, context), dtype=torch.bool, device=DEVICE)
+            self._outside_working = outside.scatter_(1, chosen, False)
+
+    def seed(self, value: int) -> None:
+        """Draw all further steps from this seed."""
+        self._random.manual_seed(value)
 
     def _keys(self, requests: int) -> torch.Tensor:
         return torch.rand((requests, self.context), generator=self._random, device=DEVICE)
 
+    def _fresh(self, count: int) -> torch.Tensor:
+        """Positions that are not in the current top-k: int64 [requests, count]."""
+        keys = self._keys(self.current.shape[0])
+        keys.scatter_(1, self.current.long(), -1.0)
+        returning = round(count * self.kind.working_share)
+        if not returning:
+            return keys.topk(count, dim=1, sorted=False).indices
+        inside = keys.masked_fill(self._outside_working, -1.0)
+        known = inside.topk(returning, dim=1, sorted=False).indices
+        keys.scatter_(1, known, -1.0)
+        rest = keys.topk(count - returning, dim=1, sorted=False).indices
+        return torch.cat((known, rest), dim=1)
+
     def advance(self) -> torch.Tensor:
         """The next step's top-k."""
         old = self.current
-        requests = old.shape[0]
         kept = round(self.top_k * self.kind.kept_share)
         order = torch.rand(old.shape, generator=self._random, device=DEVICE).argsort(dim=1)
         keep = old.gather(1, order[:, :kept])
-        keys = self._keys(requests)
-        if self.kind.recent_share:
-            keys[:, -4096:] += self.kind.recent_share * 0.5
-        keys.scatter_(1, old.long(), -1.0)
-        fresh = keys.topk(self.top_k - kept, dim=1, sorted=False).indices.to(torch.int32)
-        mixed = torch.cat((keep, fresh), dim=1)
+        mixed = torch.cat((keep, self._fresh(self.top_k - kept).to(torch.int32)), dim=1)
         shuffle = torch.rand(mixed.shape, generator=self._random, device=DEVICE).argsort(dim=1)
         self.current = mixed.gather(1, shuffle).contiguous()
         return self.current
 
 
 def make_tables(
-    *, requests: int, context: int, hot_rows: int, host_blocks: int, device_blocks: int
+    *,
+    requests: int,
+    context: int,
+    hot_rows: int,
+    host_blocks: int,
+    device_blocks: int,
+    block_stride_rows: int = BLOCK_SIZE,
 ) -> ResidencyTables:
     """Nothing resident; the blocks of each request are random host blocks."""
     pages = context // BLOCK_SIZE
@@ -169,7 +205,7 @@ def make_tables(
         resident=torch.zeros((requests, pages), dtype=torch.int32, device=DEVICE),
         hot=hot.view(requests, hot_blocks).to(torch.int32).to(DEVICE),
         block_size=BLOCK_SIZE,
-        block_stride_rows=BLOCK_SIZE,
+        block_stride_rows=block_stride_rows,
         num_source_blocks=host_blocks,
         num_device_blocks=device_blocks,
     )
@@ -210,6 +246,7 @@ def time_us(
     before: Callable[[int], object] = lambda _: None,
     repeats: int = 15,
     warm: int = 3,
+    spin_cycles: int = SPIN_CYCLES,
 ) -> list[float]:
     """Microseconds of ``work(i)`` between two events, queued behind a spin.
 
@@ -218,12 +255,13 @@ def time_us(
         before: Enqueues what comes before and is not timed.
         repeats: Timed calls.
         warm: Calls before them.
+        spin_cycles: Clock cycles of the spin: more where enqueueing takes longer.
     """
     times = []
     for index in range(warm + repeats):
         before(index)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(SPIN_CYCLES)
+        torch.cuda._sleep(spin_cycles)
         start.record()
         work(index)
         end.record()
