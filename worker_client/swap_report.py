@@ -1,6 +1,6 @@
 """What the index groups did, added to the counters that the heartbeats carry to the daemon.
 
-Reading a group's statistics waits for the device, so `tick` does it once a second. The engine's
+Reading a group's statistics may wait for the device, so `tick` does it once a second. The engine's
 thread only.
 """
 
@@ -35,14 +35,15 @@ class SwapReporter:
 
     Args:
         counters: Of the client.
-        statistics: Of each index group, live; called at most once a second.
+        statistics: Totals of each index group, live. Called once a second, and again at each tick
+            while it answers None: not known yet.
         clock: Stands in for `time.monotonic`.
     """
 
     def __init__(
         self,
         counters: WorkerCounters,
-        statistics: Callable[[], Sequence[SwapStatistics]],
+        statistics: Callable[[], Sequence[SwapStatistics] | None],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -75,21 +76,23 @@ class SwapReporter:
     def tick(self) -> None:
         """Report, if a second has passed since the last time."""
         now_s = self._clock()
-        if now_s >= self._next_s:
+        if now_s >= self._next_s and self.report():
             self._next_s = now_s + INTERVAL_S
-            self.report()
 
-    def report(self) -> None:
-        """Add what came since the last report. Waits for the device."""
+    def report(self) -> bool:
+        """Add what came since the last report; False: the statistics are not known yet."""
         groups = self._statistics()
+        if groups is None:
+            return False
         for counter, field in _NAMES.items():
             total = sum(getattr(each, field) for each in groups)
             growth = total - self._reported[counter]
-            self._reported[counter] = total
-            if growth > 0:
+            if growth > 0:  # less than before: a total that is not complete yet
+                self._reported[counter] = total
                 self._counters.add(counter, growth)
         done = [pair for pair in self._pending if pair[1].query()]  # type: ignore[no-untyped-call]
         self._pending = [pair for pair in self._pending if pair not in done]
         if done:
             milliseconds = sum(before.elapsed_time(after) for before, after in done)
             self._counters.add("swap_seconds", milliseconds / 1e3)
+        return True

@@ -279,15 +279,15 @@ class Worker:
 
     # --- a step -----------------------------------------------------------------------------
 
-    def step(self, output: Any) -> tuple[dict[str, int], Any]:
-        """Run one step; returns (request to its new token, worker metadata)."""
+    def step(self, output: Any) -> tuple[dict[str, int], Any, Any]:
+        """Run one step; returns (request to its new token, worker metadata, statistics)."""
         from vllm.forward_context import set_forward_context
 
         self._update_requests(output)
         order = list(output.num_scheduled_tokens)
         counts = [output.num_scheduled_tokens[request_id] for request_id in order]
         starts = self._starts(output)
-        metadata = self._attention_metadata(counts)
+        attention = self._attention_metadata(counts)
         self._fill_tables(order, counts, starts)
         states = torch.tensor([self.requests[r].state for r in order], dtype=torch.int32)
         self.connector.bind_connector_metadata(output.kv_connector_metadata)
@@ -295,15 +295,17 @@ class Worker:
             if order:
                 self.connector.start_load_kv(
                     None, request_state_indices=states, request_ids=order,
-                    attn_metadata=dict.fromkeys(self.layers, metadata), num_tokens=sum(counts),
+                    attn_metadata=dict.fromkeys(self.layers, attention), num_tokens=sum(counts),
                 )  # fmt: skip
                 self._forward(order, counts, starts)
                 self.connector.finish_forward()
                 self._draft()
             else:
                 self.connector.start_load_kv(None, num_tokens=0)
+        statistics = self.connector.get_kv_connector_stats()
+        metadata = self.connector.build_connector_worker_meta()
         self.connector.clear_connector_metadata()
-        return self._sample(order, counts, starts), self.connector.build_connector_worker_meta()
+        return self._sample(order, counts, starts), metadata, statistics
 
     def _update_requests(self, output: Any) -> None:
         for request_id in (*output.finished_req_ids, *(output.preempted_req_ids or ())):
@@ -573,19 +575,22 @@ class Engine:
             peer.send(output)
         for new in output.scheduled_new_reqs:
             self.cached_tokens.setdefault(new.req_id, new.num_computed_tokens)
-        sampled, metadata = self.worker.step(output)
+        sampled, *parts = self.worker.step(output)
         for peer in self.peers:
-            theirs, more = peer.recv()
+            theirs, *more = peer.recv()
             assert theirs == sampled
-            if metadata is None or more is None:
-                metadata = metadata or more
-            else:
-                metadata = metadata.aggregate(more)
+            parts = [
+                mine.aggregate(other) if mine and other else mine or other
+                for mine, other in zip(parts, more, strict=True)
+            ]
+        metadata, statistics = parts
         order = list(output.num_scheduled_tokens)
         result = ModelRunnerOutput(
             req_ids=order, req_id_to_index={r: i for i, r in enumerate(order)},
             sampled_token_ids=[[sampled[r]] if r in sampled else [] for r in order],
-            kv_connector_output=KVConnectorOutput(kv_connector_worker_meta=metadata),
+            kv_connector_output=KVConnectorOutput(
+                kv_connector_worker_meta=metadata, kv_connector_stats=statistics
+            ),
         )  # fmt: skip
         for request_id, token in sampled.items():
             self.outputs[request_id].append(token)

@@ -19,11 +19,11 @@ def statistics(count: int) -> SwapStatistics:
 class World:
     def __init__(self) -> None:
         self.now_s, self.asked = 10.0, 0
-        self.groups = [statistics(1), statistics(10)]
+        self.groups: list[SwapStatistics] | None = [statistics(1), statistics(10)]
         self.counters = WorkerCounters()
         self.reporter = SwapReporter(self.counters, self._ask, clock=lambda: self.now_s)
 
-    def _ask(self) -> list[SwapStatistics]:
+    def _ask(self) -> list[SwapStatistics] | None:
         self.asked += 1
         return self.groups
 
@@ -48,6 +48,28 @@ def test_the_device_is_asked_at_most_once_a_second() -> None:
     world.now_s += 1.0
     world.reporter.tick()
     assert world.asked == 2
+
+
+def test_figures_that_are_not_known_yet_are_asked_for_again_at_the_next_tick() -> None:
+    world = World()
+    groups, world.groups = world.groups, None
+    world.reporter.tick()
+    world.reporter.tick()
+    assert world.asked == 2
+    world.groups = groups
+    for _ in range(3):
+        world.reporter.tick()
+    assert world.asked == 3
+    assert world.counters["swaps"] == 11
+
+
+def test_a_total_that_is_too_small_for_a_while_counts_nothing_twice() -> None:
+    """An engine zeroes its counters some steps before it says what they were."""
+    world = World()
+    for count in (10, 4, 12):
+        world.groups = [statistics(count)]
+        world.reporter.report()
+    assert world.counters["swaps"] == 12
 
 
 def test_the_time_of_swaps_adds_up() -> None:

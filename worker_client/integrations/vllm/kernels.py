@@ -73,7 +73,7 @@ class GroupKernels:
             max_rows_per_request=max(leader.max_union_rows // top_k, 1), top_k=top_k,
             device=device,
         )  # fmt: skip
-        self._group = group
+        self.group = group
         self._leader = leader
         self._resident_table = resident.block_table
         self._block_size = resident.view.block_size
@@ -132,7 +132,7 @@ class GroupKernels:
         del resident
         if block_size != self._block_size:
             raise UsageError(f"block size {block_size}, the caches have {self._block_size}")
-        leader, shared = self._leader, self._group.shared_topk
+        leader, shared = self._leader, self.group.shared_topk
         tokens = topk_indices.shape[0]
         slots = leader.request_state_indices
         requests = min(block_table.shape[0], slots.shape[0])
@@ -182,7 +182,7 @@ class GroupKernels:
     def reset(self) -> None:
         """Forget everything."""
         self.backend.reset(state=self.state, request_slots=self._all_slots)
-        self._group.swap_stats.zero_()
+        self.group.swap_stats.zero_()
 
     def _invalidate(self, slots: torch.Tensor) -> None:
         blocks = torch.div(slots, self._block_size, rounding_mode="floor").to(torch.int32)
@@ -192,7 +192,7 @@ class GroupKernels:
         """Add to vLLM's hits and misses, which it reads and zeroes at its own pace."""
         counters = self.state.counters
         now = torch.stack((counters[Counter.HOT_LANES], counters[Counter.MISS_ROWS]))
-        self._group.swap_stats.view(torch.int64).add_(now - self._seen)
+        self.group.swap_stats.view(torch.int64).add_(now - self._seen)
         self._seen.copy_(now)
 
 

@@ -48,7 +48,7 @@ class ServiceStats(HiSparseKVConnectorStats):  # type: ignore[misc]
 
 def make_stats(data: dict[str, Any] | None) -> Any:
     """What the front end makes of the data that a scheduler or worker sent."""
-    return ServiceStats() if data is None else ServiceStats(data=data)
+    return ServiceStats() if data is None else ServiceStats(data={**ServiceStats().data, **data})
 
 
 def scheduler_stats(below: Any, service: SchedulerSide) -> Any:

@@ -21,6 +21,8 @@ from worker_client.host_pool import HostPool
 from worker_client.integrations.vllm.connection import check_num_blocks
 from worker_client.integrations.vllm.identity import HostPlan, plan_host
 from worker_client.integrations.vllm.settings import Kernels, Settings
+from worker_client.integrations.vllm.swap_figures import SwapSampler
+from worker_client.swap_report import SwapReporter
 
 logger = logging.getLogger("vllm.hisparse_service")
 
@@ -83,6 +85,9 @@ def service_connector_worker() -> type[Any]:
         HiSparseConnectorWorker,
     )
     from vllm.utils.gpu_sync_debug import gpu_sync_allowed
+    from vllm.utils.torch_utils import current_stream
+
+    from worker_client.integrations.vllm.metrics import make_stats
 
     class ServiceConnectorWorker(HiSparseConnectorWorker):  # type: ignore[misc]
         """See the module's header."""
@@ -93,6 +98,7 @@ def service_connector_worker() -> type[Any]:
             self.index_pages: IndexPages | None = None
             self._mirrors: dict[int, tuple[int, int]] = {}
             self._restores: list[tuple[int, int]] = []
+            self.swap_sampler: SwapSampler | None = None
 
         def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
             """vLLM's, then the indexer's pages and the kernels."""
@@ -103,16 +109,48 @@ def service_connector_worker() -> type[Any]:
                     plan, self.shared_host_region.pool, kv_caches,
                     int(self.kv_cache_config.num_blocks),
                 )  # fmt: skip
+            counters: list[torch.Tensor] = []
+            groups = [runtime.index_group for runtime in self.leader_runtimes]
             if self.settings.kernels is Kernels.SERVICE:
                 from worker_client.integrations.vllm.kernels import use_service_kernels
 
-                use_service_kernels(self.cache_handles)
+                made = {id(each.group): each for each in use_service_kernels(self.cache_handles)}
+                counters = [made[id(group)].state.counters for group in groups]
+            self.swap_sampler = SwapSampler(
+                groups, counters=counters, current_stream=current_stream
+            )
+            self.swap_reporter = SwapReporter(
+                self.shared_host_region.client.counters, self.swap_sampler
+            )
 
         def start_step(self, metadata: Any, *args: Any, **kwargs: Any) -> None:
             """vLLM's, with this step's restores; its mirrors come with the next step."""
             self._restores = metadata.index_copies.restores
             super().start_step(metadata, *args, **kwargs)
             self._mirrors.update(metadata.index_copies.mirrors)
+
+        def get_kv_connector_stats(self) -> Any:
+            """VLLM's, once a step; what aggregates them knows the service's numbers too."""
+            stats = super().get_kv_connector_stats()
+            if self.swap_sampler is None:
+                return stats
+            if stats is not None:
+                self.swap_sampler.vllm_took(
+                    *(
+                        sum(stats.data[name])
+                        for name in ("cache_hits", "cache_misses", "host_to_device_bytes")
+                    )
+                )
+                stats = make_stats(stats.data)
+            if not torch.cuda.is_current_stream_capturing():
+                self.swap_reporter.tick()
+            return stats
+
+        def reset_hot_state(self) -> None:
+            """VLLM's: after CUDA graphs were captured."""
+            super().reset_hot_state()
+            if self.swap_sampler is not None:
+                self.swap_sampler.reset()
 
         def _restore_pages(self, transfers: list[Any]) -> None:
             restores, self._restores = self._restores, []
