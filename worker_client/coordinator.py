@@ -131,6 +131,19 @@ class BlockService(Protocol):
         ...
 
 
+class MirrorProgress(Protocol):
+    """How far the writer's copies look to be: `worker_client.events.PeerEvents` has it."""
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether `has_reached` can tell anything."""
+        ...
+
+    def has_reached(self, step: int) -> bool:
+        """Whether the copies of a step look done: a reason to look them up, never a proof."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorConfig:
     """Sizes of one worker.
@@ -238,9 +251,18 @@ class HiSparseCoordinator:
         service: The namespace.
         config: Sizes.
         role: WRITER for the rank that holds the group's writer lease, READER for the others.
+        progress: Tells a reader when its writer's copies are done, so that it looks up once and
+            then, instead of trying. The group's ranks must step alike.
     """
 
-    def __init__(self, service: BlockService, config: CoordinatorConfig, *, role: Role) -> None:
+    def __init__(
+        self,
+        service: BlockService,
+        config: CoordinatorConfig,
+        *,
+        role: Role,
+        progress: MirrorProgress | None = None,
+    ) -> None:
         self.config = config
         self.role = role
         self.statistics = Statistics()
@@ -259,6 +281,9 @@ class HiSparseCoordinator:
         self._invalidate: list[int] = []
         self._updates: dict[tuple[int, int], TableUpdate] = {}
         self._is_short_of_room = False
+        self._progress = progress
+        self._mirror_step = 0
+        """Last step whose mirrors a reader found since the last plan."""
 
     # --- what is there ----------------------------------------------------------------------------
 
@@ -461,9 +486,11 @@ class HiSparseCoordinator:
             hot_regions=tuple(regions),
             restores=tuple(restores.values()),
             updates=tuple(self._updates.values()),
+            mirror_step=self._mirror_step,
         )
         self._invalidate.clear()
         self._updates.clear()
+        self._mirror_step = 0
         return plan
 
     def _check_work(self, item: StepWork) -> Request:
@@ -610,6 +637,7 @@ class HiSparseCoordinator:
         mirrors: list[PageMirror] = []
         for page in request.pages[first : end // self.config.block_size]:
             page.fire(PageEvent.SEAL)
+            page.sealed_step = self.statistics.steps
             if page.host_block:
                 mirrors.append(_mirror_of(request, page))
         return mirrors
@@ -798,6 +826,8 @@ class HiSparseCoordinator:
     def _published(self, request: Request, page: Page, block: int, generation: int) -> None:
         page.fire(PageEvent.PUBLISH)
         self.statistics.published_pages += 1
+        if self.role is Role.READER:
+            self._mirror_step = max(self._mirror_step, page.sealed_step)
         if self.role is Role.WRITER and block != page.host_block:
             self.statistics.merged_pages += 1
             # The loser's block went back to the service: it is not ours to read any more.
@@ -849,8 +879,9 @@ class HiSparseCoordinator:
             stop = start
             while stop < len(request.pages) and request.pages[stop].state is PageState.SEALED:
                 stop += 1
-            due = self._is_short_of_room or self.statistics.steps >= request.next_lookup_step
-            if start == stop or not due or not self._service.is_daemon_there:
+            if start == stop or not self._service.is_daemon_there:
+                continue
+            if not self._is_lookup_due(request, request.pages[start]):
                 continue
             messages += 1
             found = self._look_up(request, start, stop)
@@ -860,6 +891,21 @@ class HiSparseCoordinator:
             request.next_lookup_step = self.statistics.steps + wait
         self.statistics.control_messages += messages
         return PublishReport(published=published, messages=messages)
+
+    def _is_lookup_due(self, request: Request, page: Page) -> bool:
+        """Whether to ask for a page that the writer may have published by now."""
+        steps = self.statistics.steps
+        if self._is_short_of_room:
+            return True
+        progress = self._progress
+        if progress is None or not progress.is_connected or page.sealed_step <= request.hinted_step:
+            return steps >= request.next_lookup_step
+        if progress.has_reached(page.sealed_step):
+            # The writer publishes in its next step or two: from here on ask soon again.
+            request.hinted_step, request.lookup_backoff_steps = page.sealed_step, 1
+            return True
+        # Its copies are under way, so asking is idle; but events prove nothing, not even this.
+        return steps >= page.sealed_step + _MAX_BACKOFF_STEPS and steps >= request.next_lookup_step
 
     def _look_up(self, request: Request, start: int, stop: int) -> int:
         """Map the published ones of pages [start, stop); returns how many."""

@@ -114,6 +114,8 @@ class StepPlan:
         hot_regions: New rows of the hot block tables.
         restores: Copies from host to device.
         updates: Changed entries of the source, resident and indexer tables.
+        mirror_step: For a reader: last step whose mirrors became readable since the last plan, 0
+            for none. The stream may wait for the writer's event of it (`PeerEvents.wait`).
     """
 
     invalidate: tuple[int, ...] = ()
@@ -121,6 +123,7 @@ class StepPlan:
     hot_regions: tuple[HotRegion, ...] = ()
     restores: tuple[PageRestore, ...] = ()
     updates: tuple[TableUpdate, ...] = ()
+    mirror_step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +189,8 @@ class Request:
     """Whether a step of it was prepared: its tables are the worker's."""
     next_lookup_step: int = 0
     lookup_backoff_steps: int = 1
+    hinted_step: int = 0
+    """Last step whose mirrors the writer's events said to be done."""
 
     def enter(self, state: RequestState) -> None:
         """Change the state.

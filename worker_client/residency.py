@@ -86,6 +86,7 @@ class Page:
         resident_blocks: One device block a resident group; empty where the page is not resident.
         indexer_block: Device block of its indexer keys, 0 before they are there.
         owners: Names of the requests whose context it is part of.
+        sealed_step: Step after which its rows were final; 0 for a page that was found.
     """
 
     index: int
@@ -95,6 +96,7 @@ class Page:
     resident_blocks: tuple[int, ...] = ()
     indexer_block: int = 0
     owners: set[str] = field(default_factory=set)
+    sealed_step: int = 0
 
     @property
     def is_published(self) -> bool:

@@ -28,6 +28,7 @@ import worker_client
 from hisparse_service.contract.errors import HiSparseError, UsageError
 from worker_client.client import Client, CudaUse
 from worker_client.coordinator import Role
+from worker_client.events import EventDriver, TorchEventDriver
 from worker_client.integrations.demo_audit import ChoiceCheck, Choices, RowLedger
 from worker_client.integrations.demo_model import (
     DemoJob,
@@ -96,6 +97,7 @@ class DemoWorker:
                 num_host_blocks=blocks,
                 cuda=CudaUse.REQUIRED if job.device == "cuda" else CudaUse.OFF,
                 audit=self.audit,
+                event_driver=_event_driver(job),
             ),
         )
         self._logits: dict[str, list[np.ndarray[Any, Any]]] = {}
@@ -213,6 +215,12 @@ class DemoWorker:
         """Leave the daemon."""
         self.generator.close()
         self.client.close()
+
+
+def _event_driver(job: DemoJob) -> EventDriver | None:
+    """Several ranks on GPUs tell each other how far the writer's mirrors are."""
+    is_shared = job.device == "cuda" and job.world_size > 1
+    return TorchEventDriver("cuda") if is_shared else None
 
 
 class Reference:

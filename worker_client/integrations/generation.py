@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hisparse_service.contract.errors import CapacityError, UsageError
+from hisparse_service.contract.errors import CapacityError, DeviceError, UsageError
 from worker_client.client import CudaUse, Namespace
 from worker_client.coordinator import (
     CoordinatorConfig,
@@ -25,6 +25,7 @@ from worker_client.coordinator import (
     PublishReport,
     Role,
 )
+from worker_client.events import EventDriver, PeerEvents, WriterEvents, WriterTracker
 from worker_client.host_pool import HostPool
 from worker_client.integrations.transformers import (
     Batch,
@@ -104,6 +105,8 @@ class GeneratorOptions:
         wait_timeout_s: How long a step waits for a publication.
         audit: Sees all rows.
         tracker: Tells when mirrors are complete; None for the device's own.
+        event_driver: Shares the writer's events with the other ranks (see `events.py`), which then
+            ask for its blocks when they are there. None: no sharing, everything else the same.
     """
 
     role: Role
@@ -112,6 +115,7 @@ class GeneratorOptions:
     wait_timeout_s: float = 30.0
     audit: MirrorAudit | None = None
     tracker: CompletionTracker | None = field(default=None)
+    event_driver: EventDriver | None = None
 
 
 class Generator:
@@ -132,6 +136,7 @@ class Generator:
         self.host_pool: HostPool = namespace.attach(options.num_host_blocks, cuda=options.cuda)
         if options.role is Role.WRITER:
             namespace.take_writer()
+        self._events = _share_events(namespace, options)
         self.tiers = TieredModel(model, self.host_pool, sizes, audit=options.audit)
         self.coordinator = HiSparseCoordinator(
             namespace,
@@ -146,12 +151,12 @@ class Generator:
                 max_step_tokens=sizes.max_step_tokens,
             ),
             role=options.role,
+            progress=self._events if isinstance(self._events, PeerEvents) else None,
         )
-        on_gpu = self.tiers.device.type == "cuda"
         self._queue = MirrorQueue(
             num_units=self.tiers.num_mirror_units,
             block_size=sizes.block_size,
-            tracker=options.tracker or (EventTracker() if on_gpu else ImmediateTracker()),
+            tracker=options.tracker or self._make_tracker(),
             backend=self.tiers.backend,
         )
         self._reporter = SwapReporter(namespace.counters, self.tiers.swap_statistics)
@@ -159,6 +164,11 @@ class Generator:
         self._sequences: dict[str, _Sequence] = {}
         self._mirrored: set[str] = set()
         """Requests that the mirror queue knows."""
+
+    def _make_tracker(self) -> CompletionTracker:
+        if isinstance(self._events, WriterEvents):
+            return WriterTracker(self._events, lambda: self.coordinator.statistics.steps)
+        return EventTracker() if self.tiers.device.type == "cuda" else ImmediateTracker()
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -225,6 +235,8 @@ class Generator:
             tokens += self._run(decode)
         self.settle()
         self._reporter.tick()
+        if self._events is not None:
+            self._events.tick()
         self.statistics.steps += 1
         return tokens
 
@@ -259,6 +271,8 @@ class Generator:
         try:
             self._reporter.report()
         finally:
+            if self._events is not None:
+                self._events.close()
             self.coordinator.close()
             self.tiers.close()
 
@@ -319,6 +333,8 @@ class Generator:
                 if not self.settle().published:
                     time.sleep(_POLL_S)
                 continue
+            if plan.mirror_step and isinstance(self._events, PeerEvents):
+                self._events.wait(plan.mirror_step)
             self.tiers.apply(plan)
             return
 
@@ -397,3 +413,18 @@ def _check_prompt(prompt: Sequence[int], vocab_size: int) -> None:
     for token in prompt:
         if not 0 <= token < vocab_size:
             raise UsageError(f"token {token} is not one of {vocab_size}")
+
+
+def _share_events(
+    namespace: Namespace, options: GeneratorOptions
+) -> WriterEvents | PeerEvents | None:
+    """The ring of a writer, or a reader's view of it; None where events cannot be made."""
+    driver = options.event_driver
+    if driver is None or not namespace.client.session.identity.group:
+        return None
+    if options.role is Role.READER:
+        return PeerEvents(namespace, driver)
+    try:
+        return WriterEvents(namespace, driver)
+    except DeviceError:
+        return None  # they are for speed alone

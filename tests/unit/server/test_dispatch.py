@@ -498,3 +498,16 @@ def test_every_request_is_counted_by_type_and_every_error_by_code(
     assert world.state.metrics.latency_of("Ping").count == 1
     assert world.state.metrics.latency_of("Reserve").count == 1
     assert world.state.metrics.errors == {"CapacityError": 1}
+
+
+def test_i6_the_events_that_a_session_offered_go_with_it(world: World, namespace: int) -> None:
+    """Nobody may have to ask for them before their memory is free."""
+    offers = world.state.namespaces[namespace].event_offers
+    for end in (m.Bye, m.YieldWriter):
+        world.ask(b"w", m.Hello, 1, 1, "w", "tp", 0, 1, "", False)
+        world.ask(b"w", m.TakeWriter, namespace)
+        assert isinstance(world.ask(b"w", m.OfferEvents, namespace, "", bytes(64)), m.Done)
+        assert set(offers) == {"tp"}
+        fields = (namespace,) if end is m.YieldWriter else ()
+        assert isinstance(world.ask(b"w", end, *fields), m.Done)
+        assert not offers

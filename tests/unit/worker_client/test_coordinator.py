@@ -497,3 +497,78 @@ def test_the_books_notice_a_block_with_two_owners():
     coordinator.pages("b")[0].resident_blocks = coordinator.pages("a")[0].resident_blocks
     with pytest.raises(InternalError):
         coordinator.check_accounting()
+
+
+class Progress:
+    """The writer's events, with the device in the test's hand."""
+
+    def __init__(self):
+        self.is_connected = True
+        self.done_step = 0
+        self.asked = []
+
+    def has_reached(self, step):
+        self.asked.append(step)
+        return step <= self.done_step
+
+
+def ranks(service, *, progress):
+    writer = make(service)
+    reader = HiSparseCoordinator(service, make(service).config, role=Role.READER, progress=progress)
+    for coordinator in (writer, reader):
+        coordinator.admit("a", [1] * 40, max_tokens=40, num_hit_tokens=0)
+    return writer, reader
+
+
+def seal_a_page(coordinator):
+    step(coordinator, "a", [1] * BLOCK)
+
+
+def test_a_reader_looks_up_when_the_writers_copies_are_done_and_not_before():
+    service, progress = FakeService(100), Progress()
+    writer, reader = ranks(service, progress=progress)
+    for _ in range(4):
+        seal_a_page(reader)
+    assert reader.statistics.control_messages == 0, "asking before is a message for nothing"
+    assert progress.asked == [1] * 4
+    for _ in range(4):
+        seal_a_page(writer)
+    progress.done_step = 4
+    report = reader.publish()
+    assert (report.published, report.messages) == (4, 1)
+    assert reader.prepare([StepWork("a", BLOCK)]).mirror_step == 4
+    assert reader.prepare([StepWork("a", BLOCK)]).mirror_step == 0
+
+
+def test_i2_an_event_that_is_early_publishes_nothing():
+    """The writer's CPU lags: its event still stands for a step that is long done."""
+    service, progress = FakeService(100), Progress()
+    writer, reader = ranks(service, progress=progress)
+    progress.done_step = 100
+    seal_a_page(reader)
+    assert reader.statistics.control_messages == 1
+    assert not any(page.is_published for page in reader.pages("a"))
+    seal_a_page(writer)
+    seal_a_page(reader)
+    seal_a_page(reader)
+    assert reader.pages("a")[0].is_published, "asks again soon: published is a step or two behind"
+
+
+def test_a_reader_whose_events_say_nothing_still_finds_what_is_published():
+    service, progress = FakeService(100), Progress()
+    writer, reader = ranks(service, progress=progress)
+    seal_a_page(reader)
+    seal_a_page(writer)
+    for _ in range(20):
+        if reader.publish().published:
+            break
+        reader.statistics.steps += 1
+    assert reader.pages("a")[0].is_published
+    progress.is_connected = False
+    seal_a_page(reader)
+    seal_a_page(writer)
+    for _ in range(20):
+        if reader.publish().published:
+            break
+        reader.statistics.steps += 1
+    assert reader.pages("a")[1].is_published
