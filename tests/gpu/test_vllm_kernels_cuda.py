@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "worker_client"))
 
 from vllm_runtime_models import BLOCK_SIZE, FakeGroup, make_step
 
+from worker_client.integrations.vllm.swap_figures import SwapSampler
+
 DEVICE = torch.device("cuda:0")
 
 
@@ -59,3 +61,33 @@ def test_a_captured_step_replays_with_other_positions(backend):
         graph.replay()
         torch.cuda.synchronize()
         group.check(topk, requests)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_sample_of_the_counts_never_waits_for_the_device(backend, ours):
+    """Torch raises where a step would wait; the sample is behind work that is under way."""
+    group = FakeGroup(DEVICE, num_layers=2)
+    group.group.copy_stream = torch.cuda.Stream(DEVICE)
+    kernels = group.kernels(backend)
+    topk, requests = make_step(3, DEVICE)
+    group.step(topk, requests)
+    sampler = SwapSampler(
+        [group.group], counters=[kernels.state.counters] if ours else (),
+        current_stream=torch.cuda.current_stream,
+    )  # fmt: skip
+    torch.cuda.synchronize()
+    with torch.cuda.stream(group.group.copy_stream):
+        torch.cuda._sleep(2_000_000_000)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert sampler() is None
+        assert sampler() is None
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    found = sampler()
+    assert found is not None
+    hits, misses = group.group.swap_stats.tolist()
+    assert sum(each.miss_rows for each in found) == misses > 0
+    assert sum(each.hot_lanes for each in found) == hits
+    assert sum(each.gathered_bytes for each in found) == misses * 2 * 656

@@ -58,6 +58,8 @@ class FakeGroup:
         self.group = SimpleNamespace(
             shared_topk=shared, followers=[],
             swap_stats=torch.zeros(2, dtype=torch.int64, device=device).view(torch.uint64),
+            stats_row_bytes=num_layers * ROW_BYTES,
+            copy_stream=torch.cuda.current_stream() if pin else None,
         )  # fmt: skip
         self.runtimes = [self._runtime(i) for i in range(num_layers)]
         self.group.leader, self.group.followers = self.runtimes[0], self.runtimes[1:]
