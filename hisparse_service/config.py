@@ -99,12 +99,19 @@ class LimitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class CudaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Registration of the pool with CUDA by the daemon itself, in a child process."""
+    """What the daemon does with CUDA: in child processes, and only what is switched on."""
 
     register: bool = False
     """Workers register their own mapping whatever this says; on, the pages are unmovable early."""
     device: Annotated[int, Meta(ge=-1, le=1023)] = -1
     """CUDA device for it; -1 = the first one visible."""
+    device_backing_bytes: ByteCount = 0
+    """Memory of each GPU that the daemon may allocate for workers (resident and hot rows), so that
+    it outlives them; 0 = none. Costs a CUDA context a GPU beside it."""
+    device_backing_lease_s: Seconds = limits.DEVICE_BACKING_LEASE_S
+    """How long such memory waits for its next holder before it is given back."""
+    device_backing_timeout_s: Seconds = limits.DEVICE_ANSWER_S
+    """How long a worker that asks for it waits for the driver."""
 
 
 class LogSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -36,10 +36,12 @@ from hisparse_service.pool.pool import Backing, Pool
 from hisparse_service.pool.populate import Cancelled, Progress
 from hisparse_service.pool.settings import HugePages, MemoryLock, PoolSettings
 from hisparse_service.server.clients import end_session
+from hisparse_service.server.device_backings import DeviceBackings, DeviceOptions
 from hisparse_service.server.dispatch import BrokenInvariantError, Dispatcher
 from hisparse_service.server.events import EventPublisher
 from hisparse_service.server.handlers_backing import add_namespace
 from hisparse_service.server.handlers_control import LIMIT_NAMES, drop_ended_taps
+from hisparse_service.server.handlers_device import tick as tick_devices
 from hisparse_service.server.handlers_operations import session_rows, status_of
 from hisparse_service.server.helpers import HelperThreads, Restart
 from hisparse_service.server.loop import ControlLoop
@@ -159,6 +161,7 @@ class Daemon:
             state, transport, on_tick=self._on_tick, on_signal=self._on_signal
         )
         stack.callback(loop.close)
+        state.devices = DeviceBackings(_device_options(settings), call_soon=loop.call_soon)
         self._observers = Observers(settings, state, loop)
         dispatcher = Dispatcher(
             state, authoriser=Authoriser(allowed), send=loop.send, read_monitor=loop.read_monitor
@@ -347,6 +350,7 @@ class Daemon:
         self._helpers.check(now_s)
         if self._registrar is not None:
             self._registrar.poll()
+        tick_devices(state, now_s)
         drop_ended_taps(state)
         state.metrics.snapshot = status_of(state, now_s)
         is_watched = now_s < state.metrics.watched_until_s
@@ -413,6 +417,7 @@ class Daemon:
             log.error("helpers_stuck", helpers=stuck)
         if self._registrar is not None:
             self._registrar.close()
+        state.devices.close()
         pool = self._opened
         if pool is None:
             log.info("stopped", reason=self._loop.stop_reason, pool="none")
@@ -456,6 +461,14 @@ class Daemon:
             pool.keep()
         except UsageError as error:
             log.error("pool_views_alive", error=str(error))
+
+
+def _device_options(settings: Settings) -> DeviceOptions:
+    cuda = settings.cuda
+    return DeviceOptions(
+        limit_bytes=cuda.device_backing_bytes, lease_s=cuda.device_backing_lease_s,
+        timeout_s=cuda.device_backing_timeout_s,
+    )  # fmt: skip
 
 
 class _Registrar:

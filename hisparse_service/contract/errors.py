@@ -12,7 +12,8 @@
     ├── LeaseError               take the lease again
     │   ├── LeaseLost                unknown, revoked, or of another session
     │   ├── LeaseExpired             its deadline passed
-    │   └── WriterTaken              another rank holds the group's writer lease
+    │   ├── WriterTaken              another rank holds the group's writer lease
+    │   └── DeviceBackingTaken       another process holds this device memory
     ├── StaleBlock               look the block up again; its bytes must not be used
     ├── PeerError                reconnect or upgrade
     │   ├── ServiceUnavailable       no answer before the deadline
@@ -127,6 +128,10 @@ class LeaseExpired(LeaseError):
 
 class WriterTaken(LeaseError):
     """Another rank of the tensor-parallel group holds the writer lease."""
+
+
+class DeviceBackingTaken(LeaseError):
+    """Another session holds the device backing, or a process that may still use it lives."""
 
 
 class StaleBlock(HiSparseError):

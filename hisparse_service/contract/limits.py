@@ -104,6 +104,23 @@ MAX_SHARED_EVENTS: Final = 64
 """In a writer's ring: steps that its device may be behind. One offer a session and namespace, so
 the daemon keeps at most 64 MiB of handles."""
 
+# --- device memory of the daemon ------------------------------------------------------------
+MEMORY_HANDLE_BYTES: Final = 64
+"""Of CUipcMemHandle."""
+DEVICE_BACKING_ALIGNMENT_BYTES: Final = 2 * MIB
+"""Smaller allocations share a page of the driver's, and a CUDA IPC handle opens the whole page."""
+MAX_DEVICE_BACKING_BYTES: Final = 1024 * GIB
+MAX_DEVICE_BACKINGS: Final = 256
+"""Of one daemon. Each has at most two orders under way, so a device child's pipe never fills."""
+MAX_DEVICES: Final = 64
+DEVICE_BACKING_LEASE_S: Final = 300.0
+"""How long device memory waits for the next holder: an engine loads its weights meanwhile."""
+DEVICE_ANSWER_S: Final = 30.0
+"""Until a device child counts as hanging; making a context takes under a second, several where the
+driver must start first."""
+DEVICE_CHILD_LINGER_S: Final = 10.0
+"""How long a device child without memory stays: an engine builds its caches twice at start."""
+
 # --- client ---------------------------------------------------------------------------------
 DEFAULT_REQUEST_TIMEOUT_S: Final = 5.0
 CONNECT_TIMEOUT_S: Final = 10.0

@@ -125,6 +125,8 @@ class Pong(Reply, tag=2, frozen=True):
 
     lease_deadline_ns: int
     lost_leases: list[int]
+    lost_device_backings: list[int] = []
+    """Held by this session, and gone with the child that had allocated them."""
 
 
 class Bye(Request, tag=3, frozen=True):
@@ -413,6 +415,53 @@ class EventsReply(Reply, tag=33, frozen=True):
     """Of the offer, in this epoch: another number means other events."""
 
 
+class AllocateDeviceBacking(Request, tag=35, frozen=True):
+    """Device memory that the daemon allocates for one rank and keeps beyond the rank's process.
+
+    Its identity is (namespace, the session's group and rank, `name`, device). Ask again until the
+    answer is `ready`: a child of the daemon allocates, and the daemon waits for no driver. Who asks
+    holds it until `ReleaseDeviceBacking` or the end of its process. Other bytes or another layout
+    than it has: `GeometryMismatch`; held by another process: `DeviceBackingTaken`.
+    """
+
+    namespace_id: U16
+    name: Text
+    """Tells the backings of one rank apart."""
+    device_uuid: Text
+    size_bytes: Annotated[int, Meta(ge=1, le=limits.MAX_DEVICE_BACKING_BYTES)]
+    layout: Fingerprint
+    """What lies where on it; whoever finds it must say the same."""
+    mode: Literal["open_or_create", "open"] = "open_or_create"
+    """open: `LeaseLost` where there is none."""
+
+
+class DeviceBackingReply(Reply, tag=35, frozen=True):
+    """The memory, once it is `ready`."""
+
+    ready: bool
+    backing_id: int
+    """Never used again in this epoch: with it, the generation of what the handle means."""
+    device_uuid: str
+    size_bytes: int
+    handle: bytes
+    """CUDA IPC memory handle, 64 B."""
+    adopted: bool
+    """It was there before this session: its rows are those that the last holder wrote."""
+
+
+class ReleaseDeviceBacking(Request, tag=36, frozen=True):
+    """A worker no longer has its device backing mapped. Answer: how many backings this concerned.
+
+    From an operator: give back all of the namespace that nobody holds (of that device, if named).
+    """
+
+    namespace_id: U16
+    name: Text
+    device_uuid: Text
+    action: Literal["detach", "give_back"]
+    """detach: keep it for the lease's time; give_back: free it now."""
+
+
 # --- operations ---------------------------------------------------------------------------------
 
 
@@ -574,14 +623,14 @@ REQUEST_TYPES: Final[Mapping[int, type[Request]]] = {
     for request_type in (
         Hello, Ping, Bye, OpenNamespace, AllocateBacking, TakeWriter, YieldWriter,
         RegistrationTurn, Reserve, Lookup, Pin, Unpin, MirrorBatch, Abandon, Free, ReleaseLeases,
-        Reclaim, OfferEvents, FetchEvents,
+        Reclaim, OfferEvents, FetchEvents, AllocateDeviceBacking, ReleaseDeviceBacking,
         Status, Sessions, ListBlocks, Evict, Drain, SetLimits, Trace, Overview,
     )
 }  # fmt: skip
 AnyReply = (
     HelloReply | Pong | Done | NamespaceReply | BackingReply | LeaseReply | TurnReply | BlocksReply
-    | MirrorReply | EventsReply | StatusReply | ListReply | CountReply | LimitsReply | TraceReply
-    | ErrorReply
+    | MirrorReply | EventsReply | DeviceBackingReply | StatusReply | ListReply | CountReply
+    | LimitsReply | TraceReply | ErrorReply
 )  # fmt: skip
 
 

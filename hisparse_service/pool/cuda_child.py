@@ -77,7 +77,7 @@ class BindingsDriver:
                 remedy="Install hisparse-service[cuda], or set cuda.register to off",
             ) from error
         self._cuda: Any = driver
-        self._memory = _GpuMemory()
+        self._memory = GpuMemory()
         self._used_before = 0
 
     def open(self, gpu: int) -> None:
@@ -121,7 +121,7 @@ class BindingsDriver:
         return values[0] if values else None
 
 
-class _GpuMemory:
+class GpuMemory:
     """Bytes in use on one GPU, as NVML tells without a context. Never fails: only a figure."""
 
     def __init__(self) -> None:
@@ -129,6 +129,7 @@ class _GpuMemory:
         self._handle: Any = None
 
     def find(self, device_uuid: bytes) -> None:
+        """Look at this device from now on; at none where NVML does not know it."""
         text = device_uuid.hex()
         parts = (text[:8], text[8:12], text[12:16], text[16:20], text[20:])
         try:
@@ -141,6 +142,7 @@ class _GpuMemory:
         self._nvml = nvml
 
     def used_bytes(self) -> int:
+        """In use by all processes; 0 where it cannot be told."""
         if self._nvml is None:
             return 0
         try:

@@ -131,12 +131,17 @@ def end_session(state: ServerState, client: Client, cause: DeathCause) -> None:
                 UnpublishedBlocks.QUARANTINE if may_live else UnpublishedBlocks.RETURN
             ),
         )  # fmt: skip
+    state.devices.session_ended(
+        session.session_id, now_s=time.monotonic(),
+        may_live=cause in (DeathCause.TIMED_OUT, DeathCause.REPLACED),
+    )  # fmt: skip
     for entry in list(state.namespaces.values()):
         if session.session_id in entry.turns:
             entry.turns.remove(session.session_id)
         entry.withdraw_events(client.hello.group, session.session_id)
         entry.openers.discard(session.session_id)
-        if entry.backing is None and not entry.openers:
+        is_kept = state.devices.keeps(entry.namespace_id)
+        if entry.backing is None and not entry.openers and not is_kept:
             drop_namespace(state, entry.namespace_id)
     if ended.quarantine:
         state.quarantine[session.session_id] = Quarantine(
@@ -190,6 +195,7 @@ def end_quarantine(state: ServerState, session_id: int) -> None:
 
 def drop_namespace(state: ServerState, namespace_id: int) -> None:
     """Forget a namespace without a backing: it is in nobody's way, and ids are few."""
+    state.devices.namespace_gone(namespace_id)
     entry = state.namespaces.pop(namespace_id)
     del state.by_fingerprint[entry.fingerprint]
     state.directory.drop_namespace(namespace_id)

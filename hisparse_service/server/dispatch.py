@@ -34,6 +34,7 @@ from hisparse_service.membership.sessions import DeathCause
 from hisparse_service.server import handlers_backing as backing
 from hisparse_service.server import handlers_blocks as blocks
 from hisparse_service.server import handlers_control as control
+from hisparse_service.server import handlers_device as device
 from hisparse_service.server import handlers_operations as operations
 from hisparse_service.server import handlers_session as session
 from hisparse_service.server import handlers_shared_events as shared_events
@@ -100,6 +101,8 @@ ROUTES: Final[dict[type[m.Request], Route]] = {
     m.ReleaseLeases: Route(blocks.release_leases, Needs.WORKER),
     m.OfferEvents: Route(shared_events.offer_events, Needs.WORKER),
     m.FetchEvents: Route(shared_events.fetch_events, Needs.WORKER),
+    m.AllocateDeviceBacking: Route(device.allocate_device_backing, Needs.NOT_DRAINING),
+    m.ReleaseDeviceBacking: Route(device.release_device_backing, Needs.POOL),
     m.Status: Route(operations.status, Needs.SESSION, overtakes=True),
     m.Sessions: Route(operations.sessions, Needs.SESSION, overtakes=True),
     m.ListBlocks: Route(operations.list_blocks, Needs.POOL),

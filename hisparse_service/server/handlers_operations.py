@@ -56,6 +56,7 @@ def status_of(state: ServerState, now_s: float) -> dict[str, Any]:
         "helpers": state.describe_helpers(),
         "longest_turn_s": round(metrics.longest_turn_s, 6),
         "cuda": state.describe_cuda(),
+        "device": state.devices.describe(now_s),
         "http": state.describe_http(),
         "workers": {name: total for name, total in metrics.workers.totals.items() if total},
         "limits": dict(state.limits),

@@ -24,6 +24,7 @@ def ping(state: ServerState, client: Client, request: m.Ping, now_s: float) -> m
         state.options.epoch,
         int((now_s + state.options.lease_ttl_s) * 1e9),
         lost,
+        state.devices.lost_of(client.session.session_id),
     )
 
 

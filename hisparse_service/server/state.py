@@ -19,6 +19,7 @@ from hisparse_service.directory.directory import Directory
 from hisparse_service.membership.liveness import PidWatcher
 from hisparse_service.membership.sessions import Session, SessionTable
 from hisparse_service.pool.pool import Backing, Pool
+from hisparse_service.server.device_backings import DeviceBackings
 from hisparse_service.server.events import EventPublisher
 from hisparse_service.telemetry.metrics import ServerMetrics
 from hisparse_service.telemetry.recorder import TraceRecorder
@@ -183,6 +184,8 @@ class ServerState:
     """Numbers of connections that ended and were not taken by a new one since."""
     namespaces: dict[int, NamespaceEntry] = field(default_factory=dict)
     by_fingerprint: dict[bytes, NamespaceEntry] = field(default_factory=dict)
+    devices: DeviceBackings = field(default_factory=DeviceBackings)
+    """Device memory that outlives the workers; switched off unless the daemon gives it."""
 
     @property
     def directory(self) -> Directory:

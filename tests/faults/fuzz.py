@@ -69,6 +69,8 @@ SAMPLES = [
     messages.SetLimits(23, -1, 100, 10, 0, 1_000, 64),
     messages.Trace(24, "look", 5.0, 1_000_000),
     messages.Overview(25),
+    messages.AllocateDeviceBacking(28, 1, "kv", "GPU-" + "0" * 32, 2**30, bytes(16), "open"),
+    messages.ReleaseDeviceBacking(29, 1, "kv", "GPU-" + "0" * 32, "give_back"),
     messages.OfferEvents(26, 1, "GPU-1", bytes(range(64))),
     messages.FetchEvents(27, 1),
 ]  # fmt: skip

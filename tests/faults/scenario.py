@@ -19,7 +19,7 @@ import numpy.typing as npt
 from helpers import FINGERPRINT, KEY_SPACE, SHM, DaemonProcess, RawClient, keys_of, wait_until
 
 from hisparse_service.contract import messages as m
-from hisparse_service.contract.errors import UsageError
+from hisparse_service.contract.errors import ConfigError, UsageError
 from hisparse_service.contract.geometry import (
     HostGeometry,
     HostLayout,
@@ -31,6 +31,7 @@ from tests.faults.rows import ROW_BYTES, count_wrong_bytes, fill_block
 BLOCK_SIZE, NUM_LAYERS, NUM_BLOCKS = 4, 2, 33
 CAPACITY = NUM_BLOCKS - 1
 GROUP = "scenario"
+DEVICE = "GPU-" + "0" * 32
 GEOMETRY = HostGeometry.make(
     layout=HostLayout.GROUP_INTERLEAVED,
     block_size=BLOCK_SIZE,
@@ -138,6 +139,12 @@ class Scenario:
         self.ask(client, m.LeaseReply, m.TakeWriter, namespace)
         self.ask(client, m.Done, m.OfferEvents, namespace, "", bytes(64))
         self.ask(client, m.EventsReply, m.FetchEvents, namespace)
+        with contextlib.suppress(ConfigError):  # this daemon allocates no device memory
+            self.ask(
+                client, m.DeviceBackingReply, m.AllocateDeviceBacking, namespace, "", DEVICE, 1,
+                bytes(16),
+            )  # fmt: skip
+        self.ask(client, m.CountReply, m.ReleaseDeviceBacking, namespace, "", DEVICE, "detach")
         return namespace, Rows(backing)
 
     def send_hello(self, client: RawClient) -> None:
