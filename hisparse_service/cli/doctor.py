@@ -8,8 +8,9 @@ that nobody owns.
 
 from __future__ import annotations
 
+import enum
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
@@ -29,7 +30,21 @@ if TYPE_CHECKING:
     from hisparse_service.config import Settings
 
 
+class Subject(enum.StrEnum):
+    """What to check alone."""
+
+    VLLM = "vllm"
+
+
 def doctor(
+    subject: Annotated[
+        Optional[Subject],  # noqa: UP045  typer reads the annotation at run time
+        typer.Argument(help="vllm: only whether an engine of this Python would use the service"),
+    ] = None,
+    endpoint: Annotated[
+        str,
+        typer.Argument(help="What the engine is given", envvar="HISPARSE_SERVICE_ENDPOINT"),
+    ] = "",
     config: ConfigOption = None,
     instance: InstanceOption = None,
     runtime_dir: RuntimeDirOption = None,
@@ -44,19 +59,21 @@ def doctor(
 ) -> None:
     """Check this machine and the daemon, one line each with a remedy. Exit code 1 when one is bad.
 
-    Run it where the trouble is: in the worker's container it sees the worker's limits.
+    Run it where the trouble is: in the worker's container it sees the worker's limits. `doctor
+    vllm` runs in the environment of vLLM.
     """
     from hisparse_service.config import load_settings
 
     flags = flags_of(assignments, instance=instance, runtime_dir=runtime_dir)
     settings = load_settings(config_path=config, flags=flags).settings
-    findings = examine(settings, fix=fix, quick=quick)
-    if as_json:
-        print(json.dumps([finding.as_row() for finding in findings], indent=2))
-    else:
-        _print(findings)
-    if any(finding.is_bad for finding in findings):
-        raise typer.Exit(FAILED)
+    if subject is Subject.VLLM:
+        from hisparse_service.cli.doctor_vllm import check_engine
+
+        if instance or runtime_dir:
+            endpoint = endpoint or str(settings.resolved_runtime_dir())
+        _finish(check_engine(endpoint), as_json=as_json)
+        return
+    _finish(examine(settings, fix=fix, quick=quick), as_json=as_json)
 
 
 def examine(settings: Settings, *, fix: bool = False, quick: bool = False) -> list[Finding]:
@@ -74,6 +91,15 @@ def examine(settings: Settings, *, fix: bool = False, quick: bool = False) -> li
             move(number, check.name)
             findings += check.run(fix=fix)
     return findings
+
+
+def _finish(findings: list[Finding], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([finding.as_row() for finding in findings], indent=2))
+    else:
+        _print(findings)
+    if any(finding.is_bad for finding in findings):
+        raise typer.Exit(FAILED)
 
 
 def _print(findings: list[Finding]) -> None:

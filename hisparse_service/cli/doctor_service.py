@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
-import importlib.util
-import json
 import os
 import stat
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from hisparse_service.cli.connection import OperatorConnection
 from hisparse_service.cli.doctor_findings import (
     Check,
     Finding,
-    Verdict,
     bad,
     good,
     skipped,
     warning,
 )
+from hisparse_service.cli.doctor_vllm import check_plugin
 from hisparse_service.cli.operations import human_bytes
 from hisparse_service.config import Settings
 from hisparse_service.contract import messages as m
@@ -50,7 +45,6 @@ _ANSWER_S: Final = 2.0
 _SLOW_PING_S: Final = 0.1
 _PINGS: Final = 20
 _ROUND_TRIP_S: Final = 60.0
-_PLUGIN_S: Final = 60.0
 
 
 def checks(settings: Settings, *, quick: bool = False) -> list[Check]:
@@ -65,7 +59,7 @@ def checks(settings: Settings, *, quick: bool = False) -> list[Check]:
     if not quick:
         found += [
             Check("round trip", check_round_trip),
-            Check("vllm plugin", lambda: check_vllm_plugin(settings)),
+            Check("vllm plugin", lambda: check_plugin(settings)),
         ]
     return found
 
@@ -289,41 +283,3 @@ def check_round_trip() -> Finding:
         "round trip", f"a daemon was started, a block written, published, found and read in "
         f"{seconds:.1f} s",
     )  # fmt: skip
-
-
-def check_vllm_plugin(settings: Settings) -> Iterator[Finding]:
-    """The plugin's own checks, in a process of their own: they import vLLM."""
-    try:
-        importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        yield skipped("vllm plugin", "vLLM is not installed in this Python")
-        return
-    if importlib.util.find_spec("worker_client") is None:
-        yield bad("vllm plugin", "worker_client is not installed", "pip install hisparse-service")
-        return
-    # Quoted, so that a path is a path.
-    code = (
-        "import json, sys\n"
-        "from worker_client.integrations.vllm.doctor import check_vllm\n"
-        "rows = [[f.check, f.verdict.value, f.found, f.remedy] for f in "
-        "check_vllm(endpoint=sys.argv[1])]\n"
-        "print(json.dumps(rows))\n"
-    )
-    endpoint = os.environ.get("HISPARSE_SERVICE_ENDPOINT", str(settings.resolved_runtime_dir()))
-    try:
-        ran = subprocess.run(
-            [sys.executable, "-c", code, endpoint], capture_output=True, text=True,
-            timeout=_PLUGIN_S, check=False,
-        )  # fmt: skip
-        rows: list[list[Any]] = json.loads(ran.stdout.strip().splitlines()[-1])
-    except (subprocess.TimeoutExpired, json.JSONDecodeError, IndexError) as error:
-        yield bad(
-            "vllm plugin", f"its checks did not end well: {error!r}",
-            "Run python -m worker_client.integrations.vllm.doctor and see",
-        )  # fmt: skip
-        return
-    for check, verdict, found, remedy in rows:
-        yield Finding(
-            check="vllm plugin", verdict=Verdict(verdict), found=f"{check}: {found}",
-            remedy=remedy,
-        )  # fmt: skip

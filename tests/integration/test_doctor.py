@@ -455,6 +455,27 @@ def test_the_vllm_plugin_is_checked_where_vllm_is(tmp_path: Path, runtime_dir: P
     assert "endpoint" in endpoint["found"]
 
 
+def test_vllm_alone_is_checked_with_the_endpoint_that_the_engine_is_given(
+    tmp_path: Path, daemon: DaemonProcess
+) -> None:
+    def found(*arguments: str, **environment: str) -> dict[str, dict[str, str]]:
+        rows = doctor("vllm", *arguments, **environment)
+        assert list(rows) == ["vllm plugin"]
+        return {row["found"].split(":")[0]: row for row in rows["vllm plugin"]}
+
+    rows = found()
+    assert rows["vllm version"]["verdict"] == "bad"
+    assert "Python that runs vLLM" in rows["vllm version"]["remedy"]
+    assert rows["endpoint"]["verdict"] == "warning", "an engine without one runs stock"
+    there = found(str(daemon.runtime_dir))["endpoint"]
+    assert there["verdict"] == "good"
+    assert daemon.instance in there["found"]
+    assert found("--runtime-dir", str(daemon.runtime_dir))["endpoint"] == there
+    away = found(HISPARSE_SERVICE_ENDPOINT=str(tmp_path))["endpoint"]
+    assert away["verdict"] == "bad"
+    assert str(tmp_path) in away["found"]
+
+
 # --- the frame ----------------------------------------------------------------------------------
 
 
