@@ -1,0 +1,297 @@
+"""Hardware counters of the kernels, read with Nsight Compute: what limits each.
+
+    python -m benchmarks.gpu.counters --out FILE [--only gather.single] [--probe]
+
+First it is found out whether `ncu` is there and may read counters, then which counters this chip
+has for PCIe, system memory and address translation; then every kernel runs once under `ncu`. The
+file holds the counters of each launch beside the bytes that it had to move. Nothing is reset, and
+clocks are left alone. `ncu` runs each kernel several times with the caches emptied before, so times
+here are not those of `bench_kernels`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+PLACES = ("/usr/local/cuda/bin", "/opt/nvidia/nsight-compute")
+WANTED = (
+    "gpu__time_duration.sum",
+    "sm__cycles_active.avg",
+    "sm__cycles_elapsed.max",
+    "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "smsp__inst_executed.sum",
+    "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio",
+    "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio",
+    "smsp__average_warps_issue_stalled_lg_throttle_per_issue_active.ratio",
+    "smsp__average_warps_issue_stalled_short_scoreboard_per_issue_active.ratio",
+    "smsp__average_warps_issue_stalled_membar_per_issue_active.ratio",
+    "l1tex__t_sector_hit_rate.pct",
+    "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",
+    "l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum",
+    "lts__t_sector_hit_rate.pct",
+    "lts__t_sectors_aperture_sysmem.sum",
+    "lts__t_sectors_aperture_sysmem_op_read.sum",
+    "lts__t_sectors_aperture_sysmem_lookup_hit.sum",
+    "lts__t_sectors_aperture_sysmem_lookup_miss.sum",
+    "lts__t_requests_aperture_sysmem.sum",
+    "lts__t_sectors_aperture_device.sum",
+    "dram__bytes_read.sum",
+    "dram__bytes_write.sum",
+    "pcie__read_bytes.sum",
+    "pcie__write_bytes.sum",
+)
+TELLING = re.compile(r"mmu|tlb|pcie|sysmem|hub")
+"""Names of counters that say something about the way to host memory."""
+
+TRANSLATION = re.compile(r"mmu|tlb")
+MAX_FOUND = 40
+"""Counters of address translation that are read beside those wanted: a few more cost one pass."""
+
+PROBE_S, QUERY_S = 120, 120
+ROW = 656
+
+
+class NoCountersError(Exception):
+    """Counters cannot be read here."""
+
+
+def find_ncu(given: str | None) -> str:
+    """Path of the profiler.
+
+    Raises:
+        NoCountersError: There is none.
+    """
+    found = given or shutil.which("ncu")
+    if found:
+        return found
+    for place in PLACES:
+        for path in sorted(Path(place).glob("**/ncu"), reverse=True):
+            if os.access(path, os.X_OK) and path.is_file():
+                return str(path)
+    raise NoCountersError("ncu: not found; give --ncu PATH")
+
+
+def run(command: list[str], timeout_s: float) -> tuple[int, str]:
+    """Exit code and output; 124 when it ran out of time."""
+    try:
+        done = subprocess.run(
+            command, timeout=timeout_s, capture_output=True, text=True, check=False
+        )
+    except subprocess.TimeoutExpired as late:
+        said = late.stdout or b""
+        return 124, said.decode(errors="replace") if isinstance(said, bytes) else said
+    return done.returncode, done.stdout + done.stderr
+
+
+def probe(ncu: str) -> str:
+    """Read one counter of one small kernel.
+
+    Raises:
+        NoCountersError: With what the profiler said.
+    """
+    small = "import torch; torch.ones(9, device='cuda').add_(1); torch.cuda.synchronize()"
+    command = [ncu, "--clock-control", "none", "--launch-count", "1", "--metrics"]
+    metrics = "gpu__time_duration.sum,lts__t_sectors_aperture_sysmem.sum"
+    code, said = run([*command, metrics, sys.executable, "-c", small], PROBE_S)
+    if code or "==ERROR==" in said or "gpu__time_duration.sum" not in said:
+        raise NoCountersError(f"ncu ended with {code}: {said[-2000:]}")
+    return run([ncu, "--version"], PROBE_S)[1].strip().splitlines()[-1]
+
+
+def names_of_chip(ncu: str) -> set[str]:
+    """Base names of all counters; empty where the profiler does not list them."""
+    _, said = run([ncu, "--query-metrics"], QUERY_S)
+    return set(re.findall(r"^\s*([a-z][a-z0-9]*__[a-z0-9_]+)", said, flags=re.MULTILINE))
+
+
+def chosen(names: set[str]) -> list[str]:
+    """Counters to read: those wanted that the chip has, and those of address translation."""
+    wanted = [name for name in WANTED if not names or name.split(".")[0] in names]
+    found = sorted(name for name in names if TRANSLATION.search(name))[:MAX_FOUND]
+    return wanted + [f"{name}.sum" for name in found]
+
+
+# --- what is profiled: runs inside the profiler --------------------------------------------------
+
+
+def cases(gib: int) -> Iterator[tuple[str, int, Callable[[], object]]]:
+    """Name, bytes to move, and one launch of each kernel that is profiled."""
+    from benchmarks.gpu import measure
+    from benchmarks.gpu.bench_kernels import staging_slots
+    from benchmarks.gpu.workloads import DEVICE, GIB, Pool, device_pages
+    from worker_client.kernels.cuda import CudaBackend, CudaTuning
+    from worker_client.kernels.interface import GroupPages, ResolvePlan
+
+    backend = CudaBackend(DEVICE)
+    backend.prepare()
+    unsorted = CudaBackend(DEVICE, tuning=replace(CudaTuning(), sort_min_rows=1 << 30))
+    unsorted.prepare()
+    pool = Pool(gib * GIB)
+
+    def gather(name: str, pages: GroupPages, plan: ResolvePlan, using: CudaBackend = backend):  # noqa: ANN202
+        size = int(plan.miss_counts.sum()) * pages.num_layers * pages.row_bytes
+        return name, size, lambda: using.gather(pages=pages, plan=plan)
+
+    for requests, label in ((64, 19009), (256, 73339)):
+        work = measure.single_work(backend, pool, requests)
+        work.advance()
+        yield f"resolve.sticky.{requests}", 0, work.resolve
+        plan = work.planned(1)[0]
+        yield gather(f"gather.single.{label}", work.pages, plan)
+        yield gather(f"gather.single.{label}.unsorted", work.pages, plan, unsorted)
+    pages = measure.single_pages(pool, 64 * 64 + 100)
+    yield gather("gather.cold.contexts", pages, measure.context_plans(backend, pages, 1)[0])
+    plan = measure.uniform_plan(pages, 64, 1)
+    yield gather("gather.cold.uniform", pages, plan)
+    yield gather("gather.cold.uniform.unsorted", pages, plan, unsorted)
+    import torch
+
+    slots = staging_slots(pages, "uniform", 65_536, 1)
+    out = torch.empty((1, 65_536, ROW), dtype=torch.uint8, device=DEVICE)
+    yield (
+        "staging.65536", 65_536 * ROW,
+        lambda: backend.stage(pages=pages, host_slots=slots, out=out),
+    )  # fmt: skip
+    spec_pages = measure.single_pages(pool, 64 * 128 + 100)
+    spec = measure.Workload(
+        backend, spec_pages, requests=64, context=65_536, hot_rows=8_192, rows=4
+    )
+    spec.warm(6)
+    spec.advance()
+    yield "spec4.64.resolve", 0, spec.resolve
+    yield gather("spec4.64.gather", spec_pages, spec.planned(1)[0])
+    group_pages = pool.pages(
+        layers=4, row_bytes=ROW, interleaved=True,
+        device=device_pages(layers=4, row_bytes=ROW, blocks=64 * 64 + 100),
+    )  # fmt: skip
+    for requests, label in ((1, 295), (64, 19009)):
+        group = measure.Workload(
+            backend, group_pages, requests=requests, context=65_536, hot_rows=4_096
+        )
+        group.warm()
+        yield gather(f"gather.group4.{label}", group_pages, group.planned(1)[0])
+
+
+def workload(told: Path, gib: int, only: tuple[str, ...]) -> None:
+    """Launch each case twice, the second time where the profiler looks."""
+    import torch
+
+    profiler = torch.cuda.cudart()
+    seen = []
+    for name, size, launch in cases(gib):
+        if only and not any(name.startswith(each) for each in only):
+            continue
+        launch()
+        torch.cuda.synchronize()
+        profiler.cudaProfilerStart()
+        launch()
+        torch.cuda.synchronize()
+        profiler.cudaProfilerStop()
+        seen.append({"case": name, "bytes": size})
+        told.write_text(json.dumps(seen))
+
+
+# --- what the profiler said ----------------------------------------------------------------------
+
+
+def parse_csv(text: str) -> list[dict[str, Any]]:
+    """One mapping a profiled launch, counters as numbers, with their units."""
+    lines = [line for line in text.splitlines() if line.startswith('"')]
+    if len(lines) < 2:
+        return []
+    rows = list(csv.DictReader(lines))
+    units, launches = rows[0], rows[1:]
+    parsed = []
+    for launch in launches:
+        counters = {}
+        for name, value in launch.items():
+            if name and "__" in name and value:
+                counters[name] = {"value": number(value), "unit": units.get(name) or ""}
+        parsed.append({"kernel": launch.get("Kernel Name", ""), "counters": counters})
+    return parsed
+
+
+def number(text: str) -> float | str:
+    """A number with thousands separators, or what else it is."""
+    try:
+        return float(text.replace(",", ""))
+    except ValueError:
+        return text
+
+
+def merge(seen: list[dict[str, Any]], launches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Launches beside their cases: one launch each, in order."""
+    return [case | launch for case, launch in zip(seen, launches, strict=False)]
+
+
+def profile(ncu: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Everything, as far as it goes."""
+    result: dict[str, Any] = {"ncu": probe(ncu)}
+    print(f"counters can be read: {result['ncu']}", flush=True)
+    names = names_of_chip(ncu)
+    result["counters_of_the_way_to_host_memory"] = sorted(n for n in names if TELLING.search(n))
+    print(f"{len(names)} counters on this chip", flush=True)
+    if options.probe:
+        return result
+    told, log = options.out.with_suffix(".cases"), options.out.with_suffix(".csv")
+    command = [
+        ncu, "--profile-from-start", "off", "--clock-control", "none", "--csv", "--page", "raw",
+        "--force-overwrite", "--log-file", str(log), "--metrics", ",".join(chosen(names)),
+        sys.executable, "-m", "benchmarks.gpu.counters", "--out", str(told), "--workload",
+        "--gib", str(options.gib), "--only", options.only,
+    ]  # fmt: skip
+    code, said = run(command, options.limit_s)
+    text = log.read_text(errors="replace") if log.exists() else ""
+    seen = json.loads(told.read_text()) if told.exists() else []
+    result["exit"] = code
+    result["said"] = (said + "\n".join(x for x in text.splitlines() if x.startswith("==")))[-3000:]
+    result["launches"] = merge(seen, parse_csv(text))
+    for path in (told, log):
+        path.unlink(missing_ok=True)
+    return result
+
+
+def print_summary(result: dict[str, Any]) -> None:
+    """Time, bytes and what waited, one line a launch."""
+    for launch in result.get("launches", []):
+        counters = {k: v["value"] for k, v in launch["counters"].items()}
+        shown = {k.split(".")[0].split("__")[-1]: v for k, v in counters.items() if v}
+        print(f"{launch['case']:34s} {launch['bytes']:>12,} B {shown}", flush=True)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--ncu")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--gib", type=int, default=16)
+    parser.add_argument("--limit-s", type=float, default=240.0)
+    parser.add_argument("--probe", action="store_true", help="only what can be read")
+    parser.add_argument("--workload", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.workload:
+        workload(options.out, options.gib, tuple(filter(None, options.only.split(","))))
+        return 0
+    try:
+        result = profile(find_ncu(options.ncu), options)
+    except NoCountersError as error:
+        result = {"error": str(error)}
+        print(error, flush=True)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print_summary(result)
+    return 1 if "error" in result else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
