@@ -30,6 +30,8 @@ from hisparse_service.directory.states import (
 )
 
 NO_BLOCKS: Final[Blocks] = np.zeros(0, np.intp)
+_RESERVED: Final = BlockState.RESERVED
+_PUBLISHED: Final = BlockState.PUBLISHED
 
 
 def next_generations(generations: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
@@ -219,35 +221,57 @@ class BlockDirectory:
             self.columns.holder[blocks] = 0
             self._make_free(blocks)
 
+    def reserve_one(self, *, holder: int) -> int:
+        """FREE -> RESERVED: `reserve` for the common case."""
+        block = self._free.pop()
+        self.columns.state_view[block] = _RESERVED
+        self.columns.holder_view[block] = holder
+        self._records.store_state_one(block, _RESERVED)
+        return block
+
     def publish_one(
-        self, block: int, *, low: int, high: int, parent: int, checksum: int, tick: int
+        self,
+        block: int,
+        bucket: int,
+        low: int,
+        high: int,
+        *,
+        parent: int,
+        checksum: int,
+        tick: int,
     ) -> None:
-        """RESERVED, WRITING -> PUBLISHED, with one reader: `publish` for the common case."""
+        """RESERVED, WRITING -> PUBLISHED, with one reader: `publish` for the common case.
+
+        Args:
+            block: Its id.
+            bucket: `index.bucket_without` of its key.
+            low: Half of its key.
+            high: The other half.
+            parent: Published; 0: none.
+            checksum: 0: none.
+            tick: Of this use.
+        """
         columns = self.columns
-        depth = columns.depth_view[parent] + 1 if parent else 0
-        self._records.store_fields_one(
-            block,
-            key_low=low,
-            key_high=high,
-            last_use=tick,
-            checksum=checksum,
-            generation=columns.generation_view[block],
-            parent=parent,
-            parent_generation=columns.generation_view[parent] if parent else 0,
-            depth=depth,
-        )
+        generations = columns.generation_view
+        depth = parent_generation = 0
+        if parent:
+            depth = columns.depth_view[parent] + 1
+            parent_generation = generations[parent]
+            columns.children_view[parent] += 1
         columns.parent_view[block] = parent
         columns.depth_view[block] = depth
         columns.last_use_view[block] = tick
         columns.readers_view[block] = 1
         columns.holder_view[block] = 0
-        columns.state_view[block] = BlockState.PUBLISHED
-        if parent:
-            columns.children_view[parent] += 1
-        self.index.add_one(block, low, high)
+        columns.state_view[block] = _PUBLISHED
+        self.index.insert(block, bucket, low, high)
         self._num_published += 1
         self._num_pinned += 1
-        self._records.store_state_one(block, BlockState.PUBLISHED)
+        self._records.publish_one(
+            block, key_low=low, key_high=high, last_use=tick, checksum=checksum,
+            generation=generations[block], parent=parent, parent_generation=parent_generation,
+            depth=depth,
+        )  # fmt: skip
 
     def publish(
         self,

@@ -13,7 +13,6 @@ Errors common to all methods with a session, a namespace or a lease:
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -55,6 +54,12 @@ from hisparse_service.directory.index import Blocks
 from hisparse_service.directory.leases import Lease, LeaseTable, SessionAccount
 from hisparse_service.directory.lookup import Lookup
 from hisparse_service.directory.namespaces import Namespace, Quotas, as_blocks, as_u32
+from hisparse_service.directory.one_block import (
+    OneCompleted,
+    can_reserve_one,
+    publish_one,
+    reserve_one,
+)
 from hisparse_service.directory.publish import (
     check_batch_size,
     check_held,
@@ -124,6 +129,7 @@ class Directory:
         session_quota: Limits of each session.
         namespace_quota: Limits of each namespace.
         event_sink: Called after each publication and eviction.
+        is_heard: Whether anybody listens to the sink; False spares making events.
     """
 
     def __init__(
@@ -137,12 +143,14 @@ class Directory:
         session_quota: Quota | None = None,
         namespace_quota: Quota | None = None,
         event_sink: EventSink | None = None,
+        is_heard: Callable[[], bool] = lambda: True,
     ) -> None:
         self._epoch = epoch
         self._hash_seed = hash_seed
         self._writer_ttl_s = writer_ttl_s
         self._adoption_grace_s = adoption_grace_s
         self._event_sink = event_sink
+        self._is_heard = is_heard
         self._quotas = Quotas(
             session_quota or Quota(max_leases=MAX_LEASES_PER_SESSION), namespace_quota or Quota()
         )
@@ -203,6 +211,7 @@ class Directory:
             block_size=block_size,
             quotas=self._quotas,
             event_sink=self._event_sink,
+            is_heard=self._is_heard,
         )
         return opened
 
@@ -662,13 +671,14 @@ class Directory:
             else:
                 self._leases.renew(lease, now_s=now_s)
         if account.group:
-            for owner in self._namespaces.values():
-                writer = owner.writers.get(account.group)
-                if writer is not None and writer.session == session:
-                    owner.writers[account.group] = dataclasses.replace(
-                        writer, deadline_s=now_s + self._writer_ttl_s
-                    )
+            self._renew_writers(account, now_s)
         return lost
+
+    def _renew_writers(self, account: SessionAccount, now_s: float) -> None:
+        for owner in self._namespaces.values():
+            writer = owner.writers.get(account.group)
+            if writer is not None and writer.session == account.session_id:
+                writer.deadline_s = now_s + self._writer_ttl_s
 
     def release_leases(self, session: int, lease_ids: Iterable[int]) -> ReleaseResult:
         """End leases: pins are dropped, blocks that were not published become free."""
@@ -736,6 +746,58 @@ class Directory:
         )
         owner.check_quota(account, pins=plan.num_blocks)
         return plan.apply()
+
+    def publish_one(
+        self, session: int, namespace: int, item: OneCompleted, *, now_s: float
+    ) -> bool:
+        """`mirror_completed` of one new block, and `renew` of its lease, for the common case.
+
+        Returns:
+            Whether it was done; False: nothing was changed, and `mirror_completed` says why.
+        """
+        found = self._writing(session, namespace, item.lease_id)
+        if found is None or not publish_one(found[0], found[1], item):
+            return False
+        _, lease = found
+        self._leases.renew(lease, now_s=now_s)
+        if lease.account.group:
+            self._renew_writers(lease.account, now_s)
+        return True
+
+    def reserve_one(
+        self, session: int, namespace: int, lease_id: int, *, now_s: float
+    ) -> tuple[int, int] | None:
+        """`reserve` of one block into a lease that is there, for the common case.
+
+        Returns:
+            (block, generation); None: nothing was changed, and `reserve` says why or evicts.
+        """
+        found = self._writing(session, namespace, lease_id)
+        if found is None or not can_reserve_one(found[0], found[1].account):
+            return None
+        owner, lease = found
+        self._leases.renew(lease, now_s=now_s)
+        return reserve_one(owner, lease)
+
+    def _writing(
+        self, session: int, namespace: int, lease_id: int
+    ) -> tuple[Namespace, Lease] | None:
+        """The namespace and the lease, if the session may write with it now."""
+        account, owner = self._accounts.get(session), self._namespaces.get(namespace)
+        if account is None or owner is None:
+            return None
+        if account.group:
+            writer = owner.writers.get(account.group)
+            if writer is None or writer.session != session:
+                return None
+        lease = account.leases.get(lease_id)
+        if lease is None or lease.state is not LeaseState.GRANTED or lease.namespace != namespace:
+            return None
+        return owner, lease
+
+    def num_free(self, namespace: int) -> int:
+        """Blocks that can be reserved without evicting others."""
+        return self._namespace(namespace).blocks.num_free
 
     @_counts_refusals
     def abandon(
@@ -863,11 +925,11 @@ class Directory:
 
     def set_session_quota(self, quota: Quota) -> None:
         """Change the limits of each session; what is held already stays."""
-        self._quotas.session = quota
+        self._quotas.change(session=quota)
 
     def set_namespace_quota(self, quota: Quota) -> None:
         """Change the limits of each namespace; what is held already stays."""
-        self._quotas.namespace = quota
+        self._quotas.change(namespace=quota)
 
     def writers(self, namespace: int) -> list[WriterLease]:
         """Current writer leases of a namespace."""

@@ -97,11 +97,25 @@ class KeyIndex:
             block = self._next_view[block]
         return 0
 
+    def bucket_without(self, low: int, high: int) -> int:
+        """For `insert`, where this key goes; -1 when it is there."""
+        mixed = (low ^ self._xor_low) * self._mul_low + (high ^ self._xor_high) * self._mul_high
+        bucket = (mixed & U64_MASK) >> self._shift
+        block: int = self._heads_view[bucket]
+        while block:
+            if self._low_view[block] == low and self._high_view[block] == high:
+                return -1
+            block = self._next_view[block]
+        return bucket
+
     def add_one(self, block: int, low: int, high: int) -> None:
         """Put a block in; its key must not be there."""
+        self.insert(block, self._bucket(low, high), low, high)
+
+    def insert(self, block: int, bucket: int, low: int, high: int) -> None:
+        """`add_one`, where `bucket_without` told the bucket."""
         self._low_view[block] = low
         self._high_view[block] = high
-        bucket = self._bucket(low, high)
         self._next_view[block] = self._heads_view[bucket]
         self._heads_view[bucket] = block
 

@@ -7,7 +7,7 @@ of it. Only `directory/` calls it, on the control loop.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -36,6 +36,19 @@ class Quotas:
     def __init__(self, session: Quota, namespace: Quota) -> None:
         self.session = session
         self.namespace = namespace
+        self.limits_blocks = False
+        """Whether reserved blocks or pins are limited at all."""
+        self.change()
+
+    def change(self, *, session: Quota | None = None, namespace: Quota | None = None) -> None:
+        """Put others in force."""
+        self.session = session or self.session
+        self.namespace = namespace or self.namespace
+        self.limits_blocks = any(
+            limit is not None
+            for quota in (self.session, self.namespace)
+            for limit in (quota.max_reserved_blocks, quota.max_pins)
+        )
 
     def check(
         self, session: Usage, namespace: Usage, *, reserved: int = 0, pins: int = 0, leases: int = 0
@@ -86,6 +99,7 @@ class Namespace:
         block_size: Tokens a block.
         quotas: Shared.
         event_sink: Called after changes are complete.
+        is_heard: Whether anybody listens to the sink.
     """
 
     def __init__(
@@ -97,6 +111,7 @@ class Namespace:
         block_size: int,
         quotas: Quotas,
         event_sink: EventSink | None,
+        is_heard: Callable[[], bool],
     ) -> None:
         self.namespace = namespace
         self.fingerprint = fingerprint
@@ -109,6 +124,7 @@ class Namespace:
         self.writers: dict[str, WriterLease] = {}
         self.attached: BlockDirectory | None = None
         self._event_sink = event_sink
+        self._is_heard = is_heard
 
     @property
     def blocks(self) -> BlockDirectory:
@@ -141,6 +157,14 @@ class Namespace:
         self.quotas.check(
             account.usage, self.usage, reserved=reserved, pins=pins, leases=int(leases)
         )
+
+    def has_room(self, account: SessionAccount, *, reserved: int = 0, pins: int = 0) -> bool:
+        """Whether `check_quota` would let so much pass."""
+        try:
+            self.check_quota(account, reserved=reserved, pins=pins)
+        except QuotaExceeded:
+            return False
+        return True
 
     def charge(self, lease: Lease, *, reserved: int = 0, pins: int = 0, leases: int = 0) -> None:
         """Add to (or take from) what the lease's session and the namespace use.
@@ -273,9 +297,18 @@ class Namespace:
         self.emit(EventKind.EVICTED, gone, self.blocks.columns.keys_of(gone).tobytes())
         return gone
 
+    def emit_published(self, block: int, key: bytes) -> None:
+        """`emit` of one block."""
+        if self._event_sink is not None and self._is_heard():
+            self._event_sink(
+                DirectoryEvent(
+                    EventKind.PUBLISHED, self.namespace, np.array([block], np.uint32), key
+                )
+            )
+
     def emit(self, kind: EventKind, blocks: Blocks, keys: bytes) -> None:
         """Tell the event sink."""
-        if self._event_sink is not None and len(blocks):
+        if self._event_sink is not None and len(blocks) and self._is_heard():
             self._event_sink(DirectoryEvent(kind, self.namespace, as_u32(blocks), keys))
 
 

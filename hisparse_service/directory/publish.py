@@ -368,7 +368,7 @@ class MirrorPlan:
         else:
             low, high = _halves(planned.key)
             blocks.publish_one(
-                block, low=low, high=high, parent=planned.parent,
+                block, blocks.index.bucket_without(low, high), low, high, parent=planned.parent,
                 checksum=planned.checksum, tick=tick,
             )  # fmt: skip
             lease.reserved.discard(block)

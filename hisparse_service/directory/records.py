@@ -28,19 +28,18 @@ from hisparse_service.contract.segment import (
 )
 from hisparse_service.directory.index import Blocks, Keys
 
-_BODY: Final = struct.Struct("<QQQQ")
-"""key_low, key_high, last_use, checksum"""
-_LINKS: Final = struct.Struct("<IIIIHB")
-"""generation, parent, parent_generation, depth, namespace, flags"""
-_U64: Final = struct.Struct("<Q")
+_FIELDS: Final = struct.Struct("<QQQQQIIIIHB")
+"""key_low, key_high, last_use, checksum, check, generation, parent, parent_generation, depth,
+namespace, flags: all but the state, which follows"""
 
 _AFTER_STATE: Final = {
     state: declare(f"record.after_state_{state.name.lower()}") for state in BlockState
 }
+_PUBLISHED: Final = int(BlockState.PUBLISHED)
+_AFTER_PUBLISHED: Final = _AFTER_STATE[BlockState.PUBLISHED]
 _AFTER_GENERATION: Final = declare("record.after_generation")
 _AFTER_LAST_USE: Final = declare("record.after_last_use")
-_AFTER_BODY: Final = declare("record.after_body")
-_AFTER_LINKS: Final = declare("record.after_links")
+_AFTER_FIELDS: Final = declare("record.after_fields_of_one")
 _AFTER_FIELD: Final = declare("record.after_field_of_many")
 _AFTER_CHECK: Final = declare("record.after_check")
 
@@ -58,11 +57,14 @@ def _offset(name: str) -> int:
     return int(fields[name][1])
 
 
-_LINKS_OFFSET: Final = _offset("generation")
-_CHECK_OFFSET: Final = _offset("check")
 _STATE_OFFSET: Final = _offset("state")
 assert _offset("key_low") == 0
-assert _LINKS_OFFSET + _LINKS.size == _STATE_OFFSET
+assert RECORD_DTYPE.names is not None
+assert RECORD_DTYPE.names[4:] == (
+    "check", "generation", "parent", "parent_generation", "depth", "namespace", "flags", "state",
+)  # fmt: skip
+assert _FIELDS.size == _STATE_OFFSET
+_READ: Final = int(Readers.SOME)
 
 
 class RecordTable:
@@ -133,7 +135,7 @@ class RecordTable:
         self._columns["last_use"][blocks] = last_use * 2 + readers
         crash_point(_AFTER_LAST_USE)
 
-    def store_fields_one(
+    def publish_one(
         self,
         block: int,
         *,
@@ -146,25 +148,25 @@ class RecordTable:
         parent_generation: int,
         depth: int,
     ) -> None:
-        """Everything of one block but its state, which must say that it holds nothing.
+        """Everything of one block, whose state says until the last store that it holds nothing.
 
-        A block is published with one reader, its writer.
+        A block is published with one reader, its writer. Where in the fields a crash falls makes no
+        difference: nobody looks at them in that state.
         """
-        at = block * RECORD_BYTES
-        _BODY.pack_into(self._bytes, at, key_low, key_high, last_use * 2 + Readers.SOME, checksum)
-        crash_point(_AFTER_BODY)
-        _LINKS.pack_into(
-            self._bytes, at + _LINKS_OFFSET,
-            generation, parent, parent_generation, depth, self._namespace, 0,
-        )  # fmt: skip
-        crash_point(_AFTER_LINKS)
+        namespace = self._namespace
         check = record_check(
             block=block, key_low=key_low, key_high=key_high, checksum=checksum,
             generation=generation, parent=parent, parent_generation=parent_generation,
-            depth=depth, namespace=self._namespace, flags=0,
+            depth=depth, namespace=namespace, flags=0,
         )  # fmt: skip
-        _U64.pack_into(self._bytes, at + _CHECK_OFFSET, check)
-        crash_point(_AFTER_CHECK)
+        at = block * RECORD_BYTES
+        _FIELDS.pack_into(
+            self._bytes, at, key_low, key_high, last_use * 2 + _READ, checksum, check,
+            generation, parent, parent_generation, depth, namespace, 0,
+        )  # fmt: skip
+        crash_point(_AFTER_FIELDS)
+        self._bytes[at + _STATE_OFFSET] = _PUBLISHED
+        crash_point(_AFTER_PUBLISHED)
 
     def store_fields(
         self,

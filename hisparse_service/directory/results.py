@@ -236,7 +236,7 @@ class ReleaseResult:
     dropped_pins: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WriterLease:
     """The right to write for a tensor-parallel group in one namespace."""
 

@@ -31,6 +31,7 @@ class EventPublisher:
         self._epoch = epoch
         self._epoch_event = m.encode(m.EpochEvent(epoch=epoch, instance=instance))
         self._prefixes: set[bytes] = set()
+        self._is_heard = False
         self._wants_all = False
         self._next_epoch_s = 0.0
         self._tables: dict[int, npt.NDArray[Any]] = {}
@@ -40,6 +41,10 @@ class EventPublisher:
     def num_subscriptions(self) -> int:
         """Distinct topics that are subscribed to."""
         return len(self._prefixes)
+
+    def is_heard(self) -> bool:
+        """Whether anybody wants events of the directory."""
+        return self._is_heard
 
     def set_table(self, namespace_id: int, table: npt.NDArray[Any] | None) -> None:
         """Where the generations of a namespace's blocks stand; None before its mapping goes."""
@@ -65,6 +70,7 @@ class EventPublisher:
                     self._prefixes.add(prefix)
             elif frame[:1] == b"\x00":
                 self._prefixes.discard(prefix)
+        self._is_heard = self._is_wanted(m.TOPIC_PUBLISHED) or self._is_wanted(m.TOPIC_EVICTED)
         if is_new:
             self._send(m.TOPIC_EPOCH, self._epoch_event)
 

@@ -4,16 +4,26 @@
 
 from __future__ import annotations
 
+import struct
+from typing import Final
+
 from hisparse_service.contract import messages as m
 from hisparse_service.contract.crashpoints import crash_point, declare
 from hisparse_service.contract.errors import ForeignKeys, HiSparseError, UsageError
-from hisparse_service.contract.limits import LOOKUP_SLICE_KEYS, MAX_RESERVE_BLOCKS
+from hisparse_service.contract.limits import (
+    BLOCK_KEY_BYTES,
+    LOOKUP_SLICE_KEYS,
+    MAX_RESERVE_BLOCKS,
+)
 from hisparse_service.contract.messages import u32_array, u64_array
 from hisparse_service.directory.lookup import Lookup
+from hisparse_service.directory.one_block import OneCompleted
 from hisparse_service.directory.results import LookupResult, MirrorItem, PinResult, ReserveResult
 from hisparse_service.server.handlers_backing import entry_of
 from hisparse_service.server.state import Client, LongRequest, Phase, ServerState
 
+_U32: Final = struct.Struct("<I")
+_HANDLE: Final = struct.Struct("<II")
 _AFTER_ENQUEUED = declare("mirror.after_enqueued")
 _AFTER_COMPLETED = declare("mirror.after_completed")
 _AFTER_RESERVED = declare("mirror.after_reserved")
@@ -113,10 +123,54 @@ def unpin(
 def mirror_batch(
     state: ServerState, client: Client, request: m.MirrorBatch, now_s: float
 ) -> m.Reply:
-    """Enqueued, completed and further reservations of one decode step.
+    """Enqueued, completed and further reservations of one decode step."""
+    if len(request.completed) == 1 and len(request.reserve) <= 1 and not request.enqueued:
+        reply = _mirror_one(state, client, request, now_s)
+        if reply is not None:
+            return reply
+    return _mirror_many(state, client, request, now_s)
 
-    Enqueued goes first: RESERVED to WRITING loses nothing if the completed part is then refused.
-    """
+
+def _mirror_one(
+    state: ServerState, client: Client, request: m.MirrorBatch, now_s: float
+) -> m.MirrorReply | None:
+    """One new block is completed, and at most one reserved: None where that is not so simple."""
+    (item,) = request.completed
+    reserve = request.reserve
+    namespace_id = request.namespace_id
+    entry = state.namespaces.get(namespace_id)
+    if (
+        len(item.blocks) != 4 or len(item.generations) != 4 or len(item.keys) != BLOCK_KEY_BYTES
+        or item.checksums or entry is None or request.key_space != entry.key_space
+        or (reserve and reserve[0].num_blocks != 1)
+    ):  # fmt: skip
+        return None
+    directory, session_id = state.directory, client.session.session_id
+    block, generation = _HANDLE.unpack(item.blocks + item.generations)
+    if not directory.publish_one(
+        session_id, namespace_id,
+        OneCompleted(
+            item.lease_id, block, generation, item.keys, item.parent, item.parent_generation
+        ),
+        now_s=now_s,
+    ):  # fmt: skip
+        return None
+    view = state.metrics.backings.get(namespace_id)
+    if view is not None:
+        view.clock.completed_one(block, int(now_s * 1e9))
+    crash_point(_AFTER_COMPLETED)
+    return m.MirrorReply(
+        request.request_id, state.options.epoch, item.blocks, item.generations,
+        int((now_s + state.options.lease_ttl_s) * 1e9),
+        [_reserve_item(state, session_id, namespace_id, reserve[0], now_s)] if reserve else [],
+        directory.num_free(namespace_id),
+    )  # fmt: skip
+
+
+def _mirror_many(
+    state: ServerState, client: Client, request: m.MirrorBatch, now_s: float
+) -> m.MirrorReply:
+    """Enqueued goes first: RESERVED to WRITING loses nothing if the rest is then refused."""
     directory, session_id = state.directory, client.session.session_id
     _check_key_space(state, request)
     _check_reserves(request)
@@ -153,7 +207,7 @@ def mirror_batch(
         int((now_s + state.options.lease_ttl_s) * 1e9),
         [_reserve_item(state, session_id, request.namespace_id, item, now_s)
          for item in request.reserve],
-        directory.counts(request.namespace_id).free,
+        directory.num_free(request.namespace_id),
     )  # fmt: skip
 
 
@@ -176,6 +230,11 @@ def _reserve_item(
 ) -> m.ReservedItem:
     if state.phase is not Phase.READY:
         return m.ReservedItem(item.lease_id, b"", b"")
+    if item.num_blocks == 1 and item.lease_id:
+        one = state.directory.reserve_one(session_id, namespace_id, item.lease_id, now_s=now_s)
+        if one is not None:
+            crash_point(_AFTER_RESERVED)
+            return m.ReservedItem(item.lease_id, _U32.pack(one[0]), _U32.pack(one[1]))
     try:
         got = state.directory.reserve(
             session_id, namespace_id, item.num_blocks, item.lease_id, now_s=now_s

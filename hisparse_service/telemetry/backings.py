@@ -50,6 +50,14 @@ class MirrorClock:
         else:
             self.enqueued_ns[blocks] = now_ns
 
+    def completed_one(self, block: int, now_ns: int) -> None:
+        """`completed` of one block."""
+        self.completed_total += 1
+        began_ns = self._view[block]
+        if began_ns:
+            self._view[block] = 0
+            self.latency.observe_ns(now_ns - began_ns)
+
     def completed(self, blocks: U32Array, now_ns: int) -> None:
         """The writer saw the copies complete. The ids are valid."""
         self.completed_total += len(blocks)

@@ -1,0 +1,96 @@
+"""One block of one lease, through plain numbers: what a decode step asks for, step after step.
+
+Nothing here refuses. Where anything differs from the common case (a duplicate, a wrong handle, an
+expired lease, no free block) nothing is changed, the answer is None or False, and the caller goes
+the general way (`publish.py`, `Directory.reserve`), which has the same rules and says what is
+wrong. So the two ways must agree on what is good; `test_directory_one_block.py` compares them.
+
+Why it is worth a second way: a daemon that answers one message at a time runs cold after each
+context switch, and then what counts is how much code a message touches. The general way makes 120
+Python calls for a step, this one 12 (counted by sys.setprofile, benchmarks/control.py `step`).
+
+Only `directory.py` calls it, on the control loop.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final, NamedTuple
+
+from hisparse_service.contract.segment import BlockState
+from hisparse_service.directory.leases import Lease, SessionAccount
+from hisparse_service.directory.namespaces import Namespace
+
+_HALVES: Final = struct.Struct("<QQ")
+_RESERVED: Final = BlockState.RESERVED
+_WRITING: Final = BlockState.WRITING
+_PUBLISHED: Final = BlockState.PUBLISHED
+
+
+class OneCompleted(NamedTuple):
+    """A `MirrorItem` of one block, without checksum."""
+
+    lease_id: int
+    block: int
+    generation: int
+    key: bytes
+    """16 B"""
+    parent: int
+    parent_generation: int
+
+
+def publish_one(owner: Namespace, lease: Lease, item: OneCompleted) -> bool:
+    """Publish a block of a granted lease whose key nobody published; False: nothing changed."""
+    _, block, generation, key, parent, parent_generation = item
+    blocks = owner.attached
+    if blocks is None or not 0 < block < blocks.num_blocks or not 0 <= parent < blocks.num_blocks:
+        return False
+    columns = blocks.columns
+    states, generations = columns.state_view, columns.generation_view
+    state = states[block]
+    if (
+        (state != _RESERVED and state != _WRITING)
+        or generations[block] != generation
+        or columns.holder_view[block] != lease.lease_id
+        or (parent and (states[parent] != _PUBLISHED or generations[parent] != parent_generation))
+    ):
+        return False
+    low, high = _HALVES.unpack(key)
+    bucket = blocks.index.bucket_without(low, high)
+    account = lease.account
+    if bucket < 0 or (owner.quotas.limits_blocks and not owner.has_room(account, pins=1)):
+        return False
+    blocks.publish_one(
+        block, bucket, low, high, parent=parent, checksum=0, tick=blocks.next_tick()
+    )  # fmt: skip
+    lease.reserved.discard(block)
+    lease.pins.add_one(block)
+    for usage in (account.usage, owner.usage):
+        usage.reserved_blocks -= 1
+        usage.pins += 1
+    owner.statistics.publishes += 1
+    owner.emit_published(block, key)
+    return True
+
+
+def can_reserve_one(owner: Namespace, account: SessionAccount) -> bool:
+    """Whether `reserve_one` may be called: a block is free and no quota is in the way."""
+    blocks = owner.attached
+    return (
+        blocks is not None
+        and blocks.num_free > 0
+        and (not owner.quotas.limits_blocks or owner.has_room(account, reserved=1))
+    )
+
+
+def reserve_one(owner: Namespace, lease: Lease) -> tuple[int, int]:
+    """(block, generation) reserved into a granted lease."""
+    blocks = owner.blocks
+    block = blocks.reserve_one(holder=lease.lease_id)
+    lease.reserved.add(block)
+    lease.account.usage.reserved_blocks += 1
+    owner.usage.reserved_blocks += 1
+    statistics = owner.statistics
+    statistics.reserves += 1
+    statistics.blocks_reserved += 1
+    return block, blocks.columns.generation_view[block]
