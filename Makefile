@@ -74,4 +74,4 @@ deploy-test: $(STAMP) $(TOOLS) ## Units, image, manifests, rules, documentation;
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup tests/deploy
 
 clean: ## Remove what make built
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) .venv-vllm .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
