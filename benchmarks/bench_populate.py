@@ -1,6 +1,6 @@
 """How fast a pool becomes ready: threads against methods, and the daemon's own way against both.
 
-    python -m benchmarks.bench_populate [--gib 8] [--repeats 3]
+    python -m benchmarks.bench_populate [--gib 8] [--repeats 3] [--threads 1,2,4] [--json FILE]
 
 One JSON object a line. `populate` reserves a bare object of shared memory; `attach_s` is what the
 first process that maps it then pays to have every page in its page tables, with all cores.
@@ -16,12 +16,14 @@ import argparse
 import json
 import mmap
 import os
+import pathlib
 import statistics
 import time
 from collections.abc import Iterator
 
 import posix_ipc
 
+from benchmarks import report
 from hisparse_service.contract.limits import GIB
 from hisparse_service.pool import os_calls
 from hisparse_service.pool.pool import Pool
@@ -73,10 +75,25 @@ def start_pool(size_bytes: int) -> tuple[float, float]:
     return ready - started, adopted - adopting
 
 
-def cases() -> Iterator[tuple[PopulateMethod, int]]:
+def cases(threads: list[int]) -> Iterator[tuple[PopulateMethod, int]]:
     for method in PopulateMethod:
-        for threads in sorted({1, default_threads()}):
-            yield method, threads
+        for count in sorted({*threads, 1, default_threads()}):
+            yield method, count
+
+
+def figures(
+    medians: dict[tuple[PopulateMethod, int], float], size_bytes: int
+) -> list[report.Figure]:
+    """GiB/s of each method with each number of threads."""
+    return [
+        report.Figure(
+            name=f"populate.{method.value}.{threads}",
+            value=round(size_bytes / GIB / seconds, 3),
+            unit="GiB/s",
+            parameters={"gib": size_bytes / GIB, "threads": threads, "seconds": round(seconds, 3)},
+        )
+        for (method, threads), seconds in medians.items()
+    ]
 
 
 def say(benchmark: str, size_bytes: int, seconds: list[float], **facts: object) -> float:
@@ -95,10 +112,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--gib", type=float, default=8.0)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", default="", help="comma-separated, beside 1 and all cores")
+    parser.add_argument("--json", type=pathlib.Path, help="write the figures there, as a list")
     options = parser.parse_args()
+    threads = [int(each) for each in options.threads.split(",") if each]
     size_bytes = int(options.gib * GIB) // mmap.PAGESIZE * mmap.PAGESIZE
-    ready: dict[tuple[PopulateMethod, int], list[float]] = {case: [] for case in cases()}
-    attach: dict[tuple[PopulateMethod, int], list[float]] = {case: [] for case in cases()}
+    ready: dict[tuple[PopulateMethod, int], list[float]] = {case: [] for case in cases(threads)}
+    attach: dict[tuple[PopulateMethod, int], list[float]] = {case: [] for case in ready}
     starts: list[float] = []
     adoptions: list[float] = []
     for repeat in range(options.repeats + 1):
@@ -122,6 +142,8 @@ def main() -> None:
     ratio = round(statistics.median(starts) / all_cores, 3)
     say("start_to_ready", size_bytes, starts, ratio=ratio, required_ratio=1.2)
     say("adopt", size_bytes, adoptions)
+    if options.json:
+        report.save(figures(medians, size_bytes), options.json)
 
 
 if __name__ == "__main__":
