@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hisparse_service.cli.main import main
+from hisparse_service.cli.entry import main
 
 if __name__ == "__main__":
     main()

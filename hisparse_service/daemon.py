@@ -5,7 +5,8 @@
     without it is released)
 
 `Daemon.run` is the whole life of the process and belongs to its main thread, which is the control
-loop. Only the pool is opened elsewhere: that may take minutes.
+loop. Only the pool is opened elsewhere: that may take minutes. A command that starts a daemon
+begins with that (`start.begin`) before it imports this module.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from hisparse_service.membership.credentials import Authoriser
 from hisparse_service.membership.liveness import PidWatcher
 from hisparse_service.membership.process_lock import ProcessLock, Role
 from hisparse_service.membership.sessions import DeathCause, SessionTable
+from hisparse_service.pool.opener import PoolOpener
 from hisparse_service.pool.pool import Backing, Pool
 from hisparse_service.pool.populate import Cancelled, Progress
-from hisparse_service.pool.settings import HugePages, MemoryLock, PoolSettings
 from hisparse_service.server.clients import end_session
 from hisparse_service.server.device_backings import DeviceBackings, DeviceOptions
 from hisparse_service.server.dispatch import BrokenInvariantError, Dispatcher
@@ -49,6 +50,7 @@ from hisparse_service.server.observers import Observers
 from hisparse_service.server.runtime_directory import LOCK_NAME, prepare_runtime_directory
 from hisparse_service.server.state import NamespaceEntry, Phase, ServerOptions, ServerState
 from hisparse_service.server.transport import Transport
+from hisparse_service.start import Begun, pool_settings
 from hisparse_service.telemetry.logs import get_logger
 from hisparse_service.telemetry.metrics import ServerMetrics
 from hisparse_service.telemetry.recorder import TraceRecorder
@@ -70,26 +72,6 @@ class Listener(Protocol):
         """Workers are accepted. Control loop."""
 
 
-def pool_settings(settings: Settings) -> PoolSettings:
-    """What the pool is told.
-
-    Raises:
-        ConfigError: Names, sizes or policies that it cannot have.
-    """
-    pool = settings.pool
-    nodes = ",".join(str(node) for node in pool.numa_nodes)
-    policy = {"none": "default", "interleave": "interleave", "bind": f"bind:{nodes}"}[pool.numa]
-    return PoolSettings(
-        pool_bytes=pool.bytes,
-        instance=settings.instance,
-        pool_name=pool.name,
-        populate_threads=pool.populate_threads,
-        numa=policy,
-        huge_pages=HugePages.ADVISE if pool.huge_pages == "advise" else HugePages.OFF,
-        memory_lock=MemoryLock.LOCK if pool.lock_memory else MemoryLock.OFF,
-    )
-
-
 class Daemon:
     """One daemon, from start to stop. `run` may be called once.
 
@@ -99,6 +81,7 @@ class Daemon:
         ready_fd: Gets the line "READY <endpoint>" and is closed; -1: none.
         standby_s: How long to wait for a living predecessor to end (it gets the line "STANDBY"
             before); 0: its presence is an error.
+        begun: The start so far, which the caller closes; None: begin here.
     """
 
     def __init__(
@@ -108,9 +91,11 @@ class Daemon:
         listener: Listener | None = None,
         ready_fd: int = -1,
         standby_s: float = 0.0,
+        begun: Begun | None = None,
     ) -> None:
         self._settings = settings
-        self._pool_settings = pool_settings(settings)
+        self._begun = begun
+        self._opener = begun.opener if begun is not None else PoolOpener(pool_settings(settings))
         self._listener = listener
         self._ready_fd = ready_fd
         self._standby_s = standby_s
@@ -136,6 +121,8 @@ class Daemon:
         prepare_runtime_directory(directory)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._lock(directory))
+            # Where the start fails before there is a loop to hand the pool to.
+            stack.callback(self._opener.close)
             self._serve(directory, stack)
         # A successor may be up by now: unmapping takes its time.
         self._close_pool()
@@ -143,6 +130,8 @@ class Daemon:
             raise self._error
 
     def _lock(self, directory: Path) -> ProcessLock:
+        if self._begun is not None:
+            return self._begun.lock
         path = directory / LOCK_NAME
         if self._standby_s <= 0:
             return ProcessLock.acquire(path, role=Role.TOKEN)
@@ -161,6 +150,10 @@ class Daemon:
             state, transport, on_tick=self._on_tick, on_signal=self._on_signal
         )
         stack.callback(loop.close)
+        if self._begun is not None:
+            self._begun.deliver_signals()
+        else:
+            self._opener.start()
         state.devices = DeviceBackings(_device_options(settings), call_soon=loop.call_soon)
         self._observers = Observers(settings, state, loop)
         dispatcher = Dispatcher(
@@ -176,6 +169,7 @@ class Daemon:
         # What is loaded by now lives as long as the process; looking through it again and again
         # would hold up a request each time.
         gc.freeze()
+        gc.enable()
         try:
             loop.run(dispatcher)
             is_intact = True
@@ -199,7 +193,7 @@ class Daemon:
                 heartbeat_interval_s=limits.heartbeat_interval_s,
                 session_timeout_s=limits.session_timeout_s,
                 lease_ttl_s=limits.lease_ttl_s,
-                started_s=time.monotonic(),
+                started_s=self._begun.started_s if self._begun is not None else time.monotonic(),
             ),
             sessions=SessionTable(
                 timeout_s=limits.session_timeout_s, max_sessions=limits.max_sessions
@@ -224,9 +218,7 @@ class Daemon:
     def _open_pool(self, stopping: threading.Event) -> None:
         """On the opener thread: create or adopt, then hand over to the loop."""
         try:
-            pool = Pool.create_or_adopt(
-                self._pool_settings, progress=self._on_progress, cancel=stopping
-            )
+            pool = Pool.take_over(self._opener.take(stopping, progress=self._on_progress))
             self._opened = pool
             for notice in pool.notices:
                 log.warning("pool_notice", notice=notice)
@@ -271,7 +263,6 @@ class Daemon:
                 max_pins=limits.max_pins_per_namespace or None,
             ),
             event_sink=self._state.events.on_directory_event,
-            is_heard=self._state.events.is_heard,
         )
         entries = []
         for backing in pool.backings():

@@ -57,8 +57,8 @@ def check(
 ) -> None:
     """Check the settings as a whole; changes nothing. Exit code 3 when they cannot work."""
     from hisparse_service.config import load_settings
-    from hisparse_service.daemon import pool_settings
     from hisparse_service.server.runtime_directory import check_path_length
+    from hisparse_service.start import pool_settings
 
     settings = load_settings(
         config_path=config, flags=flags_of(assignments, instance=instance, runtime_dir=runtime_dir)

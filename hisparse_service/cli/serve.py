@@ -1,10 +1,8 @@
-"""`hisparse-service serve`: run the daemon in the foreground."""
+"""`hisparse-service serve`: run the daemon in the foreground. The options as typer reads them."""
 
 from __future__ import annotations
 
-import sys
-import time
-from typing import TYPE_CHECKING, Annotated, Any, Final, Optional
+from typing import Annotated, Optional
 
 import typer
 
@@ -15,13 +13,7 @@ from hisparse_service.cli.options import (
     SetOption,
     flags_of,
 )
-
-if TYPE_CHECKING:
-    from hisparse_service.daemon import Listener
-    from hisparse_service.pool.pool import Pool
-    from hisparse_service.pool.populate import Progress
-
-_LOG_INTERVAL_S: Final = 2.0
+from hisparse_service.cli.serve_start import ServeOptions, run
 
 
 def serve(
@@ -49,88 +41,10 @@ def serve(
     ] = 0.0,
 ) -> None:
     """Own the pool and serve workers until SIGTERM."""
-    from hisparse_service.config import load_settings
-    from hisparse_service.telemetry.logs import configure_logs
-
     flags = flags_of(assignments)
     named = {
         "instance": instance, "runtime_dir": runtime_dir, "pool.bytes": pool_bytes,
         "log.format": log_format, "log.level": log_level,
     }  # fmt: skip
     flags.update({name: value for name, value in named.items() if value is not None})
-    settings = load_settings(config_path=config, flags=flags).settings
-    configure_logs(
-        format=settings.log.format,
-        level=settings.log.level,
-        events_per_second=settings.log.events_per_second,
-    )
-    from hisparse_service.daemon import Daemon
-    from hisparse_service.testing.faults import arm_from_environment
-
-    arm_from_environment()
-    listener: Listener = (
-        ProgressBar() if settings.log.format == "console" and sys.stderr.isatty() else ProgressLog()
-    )
-    Daemon(settings, listener=listener, ready_fd=ready_fd, standby_s=standby_s).run()
-
-
-class ProgressLog:
-    """Log lines while the pool is populated."""
-
-    def __init__(self) -> None:
-        from hisparse_service.telemetry.logs import get_logger
-
-        self._log = get_logger()
-        self._next_s = time.monotonic() + _LOG_INTERVAL_S
-
-    def on_progress(self, progress: Progress) -> None:
-        """At most one line every _LOG_INTERVAL_S."""
-        now_s = time.monotonic()
-        if now_s >= self._next_s:
-            self._next_s = now_s + _LOG_INTERVAL_S
-            self._log.info(
-                "populating", done_bytes=progress.done_bytes, total_bytes=progress.total_bytes,
-                bytes_per_s=int(progress.bytes_per_s),
-            )  # fmt: skip
-
-    def on_ready(self, endpoint: str, pool: Pool) -> None:
-        """The daemon logs that itself."""
-
-
-class ProgressBar:
-    """A bar on the terminal. rich is imported when the first page is reserved, not before."""
-
-    def __init__(self) -> None:
-        self._bar: Any = None
-        self._task: Any = None
-
-    def on_progress(self, progress: Progress) -> None:
-        """Move the bar. Helper thread."""
-        if self._bar is None:
-            from rich.console import Console
-            from rich.progress import (
-                BarColumn,
-                DownloadColumn,
-                TextColumn,
-                TimeRemainingColumn,
-                TransferSpeedColumn,
-            )
-            from rich.progress import (
-                Progress as Bar,
-            )
-
-            self._bar = Bar(
-                TextColumn("Reserving the pool"), BarColumn(), DownloadColumn(binary_units=True),
-                TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True),
-                transient=True,
-            )  # fmt: skip
-            self._bar.start()
-            self._task = self._bar.add_task("", total=progress.total_bytes)
-        self._bar.update(self._task, completed=progress.done_bytes)
-        if progress.done_bytes >= progress.total_bytes:
-            self._bar.stop()
-
-    def on_ready(self, endpoint: str, pool: Pool) -> None:  # noqa: ARG002
-        """Take the bar away."""
-        if self._bar is not None:
-            self._bar.stop()
+    run(ServeOptions(config=config, flags=flags, ready_fd=ready_fd, standby_s=standby_s))

@@ -26,6 +26,7 @@ from hisparse_service.contract.limits import (
 MAGIC: Final = b"HISPARSE"
 FORMAT_VERSION: Final = 1
 HEADER_BYTES: Final = 4096
+POOL_UUID_BYTES: Final = 16
 BACKING_RECORD_BYTES: Final = 8192
 BACKING_DIRECTORY_OFFSET: Final = HEADER_BYTES
 ARENA_OFFSET: Final = BACKING_DIRECTORY_OFFSET + MAX_BACKINGS * BACKING_RECORD_BYTES
@@ -66,7 +67,7 @@ def pack_header(header: Header) -> bytes:
         GeometryError: A name or a size does not fit its field.
     """
     instance, pool = header.instance.encode(), header.pool_name.encode()
-    if len(instance) > 64 or len(pool) > 64 or len(header.pool_uuid) != 16:
+    if len(instance) > 64 or len(pool) > 64 or len(header.pool_uuid) != POOL_UUID_BYTES:
         raise GeometryError(
             "instance and pool names take at most 64 bytes, the uuid exactly 16",
             instance_bytes=len(instance), pool_name_bytes=len(pool),

@@ -13,7 +13,7 @@ import errno
 import os
 import threading
 import time
-import uuid
+from collections.abc import Callable
 from typing import Final
 
 import posix_ipc
@@ -27,7 +27,12 @@ from hisparse_service.contract.errors import (
     RuntimeDirectoryError,
 )
 from hisparse_service.contract.limits import MIB
-from hisparse_service.contract.segment_header import BackingRecord, Header, pack_header
+from hisparse_service.contract.segment_header import (
+    POOL_UUID_BYTES,
+    BackingRecord,
+    Header,
+    pack_header,
+)
 from hisparse_service.pool import huge_pages, memory_limits, names, numa, os_calls, survey
 from hisparse_service.pool.populate import PopulateReport, ProgressCallback, populate
 from hisparse_service.pool.recovery import (
@@ -66,9 +71,17 @@ def open_pool(
     *,
     progress: ProgressCallback | None = None,
     cancel: threading.Event | None = None,
+    populate: Callable[..., PopulateReport] = populate,
 ) -> Opened:
-    """See `Pool.create_or_adopt`, whose errors these are."""
-    opening = _Opening(settings, progress, cancel)
+    """See `Pool.create_or_adopt`, whose errors these are.
+
+    Args:
+        settings: Names, size and modes.
+        progress: How far population is.
+        cancel: Set it to give up.
+        populate: What reserves the pages: `populate.populate`, or `Reserver.populate`.
+    """
+    opening = _Opening(settings, progress, cancel, populate)
     for _attempt in range(MAX_START_ATTEMPTS):
         try:
             return opening.attempt()
@@ -98,10 +111,12 @@ class _Opening:
         settings: PoolSettings,
         progress: ProgressCallback | None,
         cancel: threading.Event | None,
+        populate: Callable[..., PopulateReport],
     ) -> None:
         self._settings = settings
         self._progress = progress
         self._cancel = cancel
+        self._populate = populate
         self._size_bytes = -(-settings.pool_bytes // _PAGE_BYTES) * _PAGE_BYTES
         self._notices: dict[str, None] = {}  # in order, each once
 
@@ -197,7 +212,7 @@ class _Opening:
             self._size_bytes, memory_lock=settings.memory_lock, sources=settings.sources
         )
         header = Header(
-            pool_uuid=uuid.uuid4().bytes, instance=settings.instance, pool_name=pool_name,
+            pool_uuid=os.urandom(POOL_UUID_BYTES), instance=settings.instance, pool_name=pool_name,
             segment_bytes=self._size_bytes, page_bytes=_PAGE_BYTES,
             created_unix_ns=time.time_ns(), creator_pid=os.getpid(),
         )  # fmt: skip
@@ -224,7 +239,7 @@ class _Opening:
             self._notice(placed.message)
         asked_huge = settings.huge_pages is HugePages.ADVISE
         refusal = huge_pages.advise(address, self._size_bytes) if asked_huge else ""
-        report = populate(
+        report = self._populate(
             fd=segment.fd, address=address, size_bytes=self._size_bytes,
             threads=settings.populate_threads, method=settings.populate_method,
             progress=self._progress, cancel=self._cancel,

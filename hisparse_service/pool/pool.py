@@ -94,7 +94,7 @@ class Pool:
     """The daemon's segment. Owns the file descriptor, the mapping and the owner lock."""
 
     def __init__(self, opened: Opened) -> None:
-        """Take over what `open_pool` made or found; use `create_or_adopt`."""
+        """Use `create_or_adopt` or `take_over`."""
         self._segment: SegmentFile = opened.segment
         self._header = opened.header
         self._adopted = opened.adopted
@@ -131,7 +131,11 @@ class Pool:
             CorruptSegmentError: So many untrusted pools stand there that no name is left.
             Cancelled: `cancel` was set.
         """
-        opened = open_pool(settings, progress=progress, cancel=cancel)
+        return cls.take_over(open_pool(settings, progress=progress, cancel=cancel))
+
+    @classmethod
+    def take_over(cls, opened: Opened) -> Pool:
+        """The pool of what `open_pool` made or found; it is closed when this raises."""
         try:
             return cls(opened)
         except BaseException:

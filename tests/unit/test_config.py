@@ -18,8 +18,8 @@ from hisparse_service.config import (
 )
 from hisparse_service.contract.errors import ConfigError
 from hisparse_service.contract.limits import GIB, MIB
-from hisparse_service.daemon import pool_settings
 from hisparse_service.pool.settings import HugePages, MemoryLock
+from hisparse_service.start import pool_settings
 
 
 @pytest.fixture
