@@ -20,9 +20,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from worker_client.kernels.interface import GroupPages, ResolvePlan
 
 PLACES = ("/usr/local/cuda/bin", "/opt/nvidia/nsight-compute")
 WANTED = (
@@ -125,62 +128,108 @@ def chosen(names: set[str]) -> list[str]:
 # --- what is profiled: runs inside the profiler --------------------------------------------------
 
 
-def cases(gib: int) -> Iterator[tuple[str, int, Callable[[], object]]]:
-    """Name, bytes to move, and one launch of each kernel that is profiled."""
-    from benchmarks.gpu import measure
-    from benchmarks.gpu.bench_kernels import staging_slots
-    from benchmarks.gpu.workloads import DEVICE, GIB, Pool, device_pages
-    from worker_client.kernels.cuda import CudaBackend, CudaTuning
-    from worker_client.kernels.interface import GroupPages, ResolvePlan
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One launch to profile.
 
-    backend = CudaBackend(DEVICE)
-    backend.prepare()
-    unsorted = CudaBackend(DEVICE, tuning=replace(CudaTuning(), sort_min_rows=1 << 30))
-    unsorted.prepare()
-    pool = Pool(gib * GIB)
+    Attributes:
+        name: As in `bench_kernels`.
+        num_bytes: To move from host memory; 0 where nothing is.
+        launch: Enqueues it.
+        prepare: Enqueues what must come before.
+    """
 
-    def gather(name: str, pages: GroupPages, plan: ResolvePlan, using: CudaBackend = backend):  # noqa: ANN202
-        size = int(plan.miss_counts.sum()) * pages.num_layers * pages.row_bytes
-        return name, size, lambda: using.gather(pages=pages, plan=plan)
+    name: str
+    num_bytes: int
+    launch: Callable[[], object]
+    prepare: Callable[[], object] = lambda: None
 
-    for requests, label in ((64, 19009), (256, 73339)):
-        work = measure.single_work(backend, pool, requests)
-        work.advance()
-        yield f"resolve.sticky.{requests}", 0, work.resolve
-        plan = work.planned(1)[0]
-        yield gather(f"gather.single.{label}", work.pages, plan)
-        yield gather(f"gather.single.{label}.unsorted", work.pages, plan, unsorted)
-    pages = measure.single_pages(pool, 64 * 64 + 100)
-    yield gather("gather.cold.contexts", pages, measure.context_plans(backend, pages, 1)[0])
-    plan = measure.uniform_plan(pages, 64, 1)
-    yield gather("gather.cold.uniform", pages, plan)
-    yield gather("gather.cold.uniform.unsorted", pages, plan, unsorted)
-    import torch
 
-    slots = staging_slots(pages, "uniform", 65_536, 1)
-    out = torch.empty((1, 65_536, ROW), dtype=torch.uint8, device=DEVICE)
-    yield (
-        "staging.65536", 65_536 * ROW,
-        lambda: backend.stage(pages=pages, host_slots=slots, out=out),
-    )  # fmt: skip
-    spec_pages = measure.single_pages(pool, 64 * 128 + 100)
-    spec = measure.Workload(
-        backend, spec_pages, requests=64, context=65_536, hot_rows=8_192, rows=4
-    )
-    spec.warm(6)
-    spec.advance()
-    yield "spec4.64.resolve", 0, spec.resolve
-    yield gather("spec4.64.gather", spec_pages, spec.planned(1)[0])
-    group_pages = pool.pages(
-        layers=4, row_bytes=ROW, interleaved=True,
-        device=device_pages(layers=4, row_bytes=ROW, blocks=64 * 64 + 100),
-    )  # fmt: skip
-    for requests, label in ((1, 295), (64, 19009)):
-        group = measure.Workload(
-            backend, group_pages, requests=requests, context=65_536, hot_rows=4_096
+class Cases:
+    """The kernels that are profiled, on one pool."""
+
+    def __init__(self, gib: int) -> None:
+        from benchmarks.gpu.workloads import DEVICE, GIB, Pool
+        from worker_client.kernels.cuda import CudaBackend, CudaTuning
+
+        self.backend = CudaBackend(DEVICE)
+        never = replace(CudaTuning(), sort_min_rows=2**31 - 1)
+        self.unsorted = CudaBackend(DEVICE, tuning=never)
+        for backend in (self.backend, self.unsorted):
+            backend.prepare()
+        self.pool = Pool(gib * GIB)
+
+    def __iter__(self) -> Iterator[Case]:
+        yield from self._single()
+        yield from self._cold()
+        yield from self._group()
+
+    def _gather(
+        self, name: str, pages: GroupPages, plan: ResolvePlan, *, in_order: bool = False
+    ) -> Case:
+        backend = self.unsorted if in_order else self.backend
+        return Case(
+            name=f"{name}.unsorted" if in_order else name,
+            num_bytes=int(plan.miss_counts.sum()) * pages.num_layers * pages.row_bytes,
+            launch=lambda: backend.gather(pages=pages, plan=plan),
         )
-        group.warm()
-        yield gather(f"gather.group4.{label}", group_pages, group.planned(1)[0])
+
+    def _single(self) -> Iterator[Case]:
+        from benchmarks.gpu import measure
+
+        for requests, label in ((64, 19009), (256, 73339)):
+            work = measure.single_work(self.backend, self.pool, requests)
+            yield Case(
+                name=f"resolve.sticky.{requests}",
+                num_bytes=0,
+                launch=work.resolve,
+                prepare=work.advance,
+            )
+            plan = work.planned(1)[0]
+            for in_order in (False, True):
+                yield self._gather(f"gather.single.{label}", work.pages, plan, in_order=in_order)
+        pages = measure.single_pages(self.pool, 64 * 128 + 100)
+        spec = measure.Workload(
+            self.backend, pages, requests=64, context=65_536, hot_rows=8_192, rows=4
+        )
+        spec.warm(6)
+        yield Case(name="spec4.64.resolve", num_bytes=0, launch=spec.resolve, prepare=spec.advance)
+        yield self._gather("spec4.64.gather", pages, spec.planned(1)[0])
+
+    def _cold(self) -> Iterator[Case]:
+        import torch
+
+        from benchmarks.gpu import measure
+        from benchmarks.gpu.bench_kernels import staging_slots
+
+        pages = measure.single_pages(self.pool, 64 * 64 + 100)
+        own = measure.context_plans(self.backend, pages, 1)[0]
+        yield self._gather("gather.cold.contexts", pages, own)
+        plan = measure.uniform_plan(pages, 64, 1)
+        for in_order in (False, True):
+            yield self._gather("gather.cold.uniform", pages, plan, in_order=in_order)
+        slots = staging_slots(pages, "uniform", 65_536, 1)
+        out = torch.empty((1, 65_536, ROW), dtype=torch.uint8, device=slots.device)
+        yield Case(
+            name="staging.65536",
+            num_bytes=65_536 * ROW,
+            launch=lambda: self.backend.stage(pages=pages, host_slots=slots, out=out),
+        )
+
+    def _group(self) -> Iterator[Case]:
+        from benchmarks.gpu import measure
+        from benchmarks.gpu.workloads import device_pages
+
+        pages = self.pool.pages(
+            layers=4, row_bytes=ROW, interleaved=True,
+            device=device_pages(layers=4, row_bytes=ROW, blocks=64 * 64 + 100),
+        )  # fmt: skip
+        for requests, label in ((1, 295), (64, 19009)):
+            work = measure.Workload(
+                self.backend, pages, requests=requests, context=65_536, hot_rows=4_096
+            )
+            work.warm()
+            yield self._gather(f"gather.group4.{label}", pages, work.planned(1)[0])
 
 
 def workload(told: Path, gib: int, only: tuple[str, ...]) -> None:
@@ -189,16 +238,18 @@ def workload(told: Path, gib: int, only: tuple[str, ...]) -> None:
 
     profiler = torch.cuda.cudart()
     seen = []
-    for name, size, launch in cases(gib):
-        if only and not any(name.startswith(each) for each in only):
+    for case in Cases(gib):
+        if only and not any(case.name.startswith(each) for each in only):
             continue
-        launch()
+        case.prepare()
+        case.launch()
+        case.prepare()
         torch.cuda.synchronize()
         profiler.cudaProfilerStart()
-        launch()
+        case.launch()
         torch.cuda.synchronize()
         profiler.cudaProfilerStop()
-        seen.append({"case": name, "bytes": size})
+        seen.append({"case": case.name, "bytes": case.num_bytes})
         told.write_text(json.dumps(seen))
 
 
