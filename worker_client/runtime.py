@@ -4,6 +4,10 @@ One `HiSparseRuntime` a layer; the layers that share a top-k share one `HiSparse
 map, recency and plan): its leader resolves a step and copies the missing rows for all of them, its
 followers reuse the plan. One `HiSparseCacheHandle` a layer is what the attention layer sees.
 
+`swap_in` gives a layer its rows. With `enable_prefetch` the copies run on a side stream, and each
+layer's `swap_in` waits for its own; a leader that has something to compute before it reads them
+calls `begin_swap` where its top-k is known and `wait_rows` where it reads.
+
 Borrows all memory it is bound to (device backing, host pool, block tables); owns its state and plan
 tensors. Called on the worker's compute thread only.
 """
@@ -35,6 +39,7 @@ from worker_client.kernels.interface import (
     check_tensor,
     check_top_k,
 )
+from worker_client.prefetch import CopyLane, GatherSplit, GroupPrefetch, lane_for
 from worker_client.views import PagedCacheView
 
 _T = TypeVar("_T")
@@ -46,6 +51,7 @@ __all__ = [
     "ResolvedHiSparseConfig",
     "SwapStatistics",
     "create_index_group_handles",
+    "enable_prefetch",
     "initialize_hisparse_runtime_buffers",
 ]
 
@@ -152,6 +158,7 @@ class HiSparseIndexGroup:
         state: Hot map and recency; None until `initialize_buffers`.
         plan: The plan of the last step; None until `initialize_buffers`.
         backend: The kernels in use.
+        prefetch: Where the copies run beside the computation, or None: where `swap_in` stands.
     """
 
     leader: HiSparseRuntime
@@ -162,8 +169,10 @@ class HiSparseIndexGroup:
         self.backend = backend
         self.state: HotState | None = None
         self.plan: ResolvePlan | None = None
+        self.prefetch: GroupPrefetch | None = None
         self.step = 0
         self._pages: GroupPages | None = None
+        self._parts: dict[tuple[int, int], GroupPages] = {}
 
     @property
     def runtimes(self) -> list[HiSparseRuntime]:
@@ -190,9 +199,41 @@ class HiSparseIndexGroup:
             )
         return self._pages
 
+    def layer_pages(self, start: int, stop: int) -> GroupPages:
+        """`pages` of layers ``[start, stop)``: the same object each time, checked once."""
+        if (start, stop) == (0, self.num_layers):
+            return self.pages()
+        part = self._parts.get((start, stop))
+        if part is None:
+            part = self._parts[start, stop] = self.pages().layers(start, stop)
+        return part
+
     def forget_pages(self) -> None:
         """Called when a layer is bound anew."""
         self._pages = None
+        self._parts.clear()
+
+    def gather(self, plan: ResolvePlan) -> None:
+        """Copy the planned rows of all layers, on the side stream where there is one."""
+        if self.prefetch is None:
+            self.backend.gather(pages=self.pages(), plan=plan)
+            return
+        self.prefetch.start(
+            lambda start, stop: self.backend.gather(pages=self.layer_pages(start, stop), plan=plan)
+        )
+
+    def wait_rows(self, layer: int | None = None) -> None:
+        """The current stream goes on when the rows of a layer are there (of all, for None).
+
+        All must have been waited for before a capture ends, and before anything but the group's
+        own layers touches hot rows.
+        """
+        if self.prefetch is None:
+            return
+        if layer is None:
+            self.prefetch.wait_all()
+        else:
+            self.prefetch.wait(layer)
 
 
 class HiSparseRuntime:
@@ -457,29 +498,71 @@ class HiSparseRuntime:
                 (reference) a position with no row anywhere. Nothing was changed.
             GeometryError: Inputs that do not fit the buffers.
         """
+        if self.is_group_leader:
+            physical = self.begin_swap(
+                positions,
+                tables=tables,
+                request_slots=request_slots,
+                query_starts=query_starts,
+                table_rows=table_rows,
+            )
+        else:
+            physical = self._reuse_plan(positions.shape[0])
+        self.wait_rows()
+        return physical
+
+    def begin_swap(
+        self,
+        positions: torch.Tensor,
+        *,
+        tables: ResidencyTables,
+        request_slots: torch.Tensor,
+        query_starts: torch.Tensor,
+        table_rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The leader's `swap_in` up to where the copies are under way; `wait_rows` is the rest.
+
+        Arguments and errors are those of `swap_in`.
+
+        Returns:
+            Physical rows; their bytes may be read behind `wait_rows`.
+        """
         group = self.index_group
         state, plan = _bound(group.state, "initialize_buffers"), group.plan
         plan = _bound(plan, "initialize_buffers")
-        if self.is_group_leader:
-            inputs = StepInputs(
-                positions=positions,
-                request_slots=request_slots,
-                table_rows=request_slots if table_rows is None else table_rows,
-                query_starts=query_starts,
-            )
-            check_step(state=state, tables=tables, inputs=inputs, plan=plan)
-            pages = group.pages()
-            group.backend.resolve(state=state, tables=tables, inputs=inputs, plan=plan)
-            group.backend.gather(pages=pages, plan=plan)
-            group.step += 1
-        elif self._used_step == group.step:
+        if not self.is_group_leader:
+            raise UsageError("a follower resolves nothing: swap_in gives it its leader's rows")
+        inputs = StepInputs(
+            positions=positions,
+            request_slots=request_slots,
+            table_rows=request_slots if table_rows is None else table_rows,
+            query_starts=query_starts,
+        )
+        check_step(state=state, tables=tables, inputs=inputs, plan=plan)
+        group.pages()
+        group.wait_rows()  # the copies of the step before read the plan
+        group.backend.resolve(state=state, tables=tables, inputs=inputs, plan=plan)
+        group.gather(plan)
+        group.step += 1
+        self._used_step = group.step
+        return plan.physical_rows[: positions.shape[0]]
+
+    def wait_rows(self) -> None:
+        """The current stream goes on when this layer's rows are there. Idempotent."""
+        if self.index_group.prefetch is not None:
+            self.index_group.wait_rows(self.layer_index)
+
+    def _reuse_plan(self, num_query_rows: int) -> torch.Tensor:
+        group = self.index_group
+        _bound(group.state, "initialize_buffers")
+        if self._used_step == group.step:
             raise UsageError(
                 f"layer {self.layer_index} of the index group asks for step {group.step + 1}, "
                 "which its leader has not resolved",
                 remedy="run the layers of an index group in order, leader first",
             )
         self._used_step = group.step
-        return plan.physical_rows[: positions.shape[0]]
+        return _bound(group.plan, "initialize_buffers").physical_rows[:num_query_rows]
 
     def invalidate(self, host_blocks: torch.Tensor) -> None:
         """Forget the hot rows of these host blocks, for all requests of the group.
@@ -656,7 +739,31 @@ class HiSparseCacheHandle:
             UsageError: Not bound, or more tokens than a mapping holds.
         """
         index = self.runtime.layer_index
-        pages = self.runtime.index_group.pages().layers(index, index + 1)
+        pages = self.runtime.index_group.layer_pages(index, index + 1)
+        return self._mirror_arguments(pages, num_tokens)
+
+    def group_mirror_target(self, num_tokens: int) -> tuple[GroupPages, torch.Tensor, torch.Tensor]:
+        """What to mirror behind the last layer of an index group: all its layers, one launch.
+
+        Returns:
+            Arguments of `KernelBackend.mirror_rows`.
+
+        Raises:
+            UsageError: Not bound, more tokens than a mapping holds, or layers whose rows are not in
+                the same resident blocks.
+        """
+        group = self.runtime.index_group
+        resident = {runtime.resident_source_index for runtime in group.runtimes}
+        if len(resident) > 1:
+            raise UsageError(
+                f"the layers of the index group have rows in resident groups {sorted(resident)}",
+                remedy="mirror each layer by its own mirror_target",
+            )
+        return self._mirror_arguments(group.pages(), num_tokens)
+
+    def _mirror_arguments(
+        self, pages: GroupPages, num_tokens: int
+    ) -> tuple[GroupPages, torch.Tensor, torch.Tensor]:
         slots = _bound(self.slot_mapping, "bind_cache")
         host_slots = _bound(self.mirror_slot_mapping, "the mirror slot mapping")
         return (
@@ -681,6 +788,27 @@ class HiSparseCacheHandle:
             query_starts=query_starts,
             table_rows=table_rows,
         )
+
+    def begin_swap(
+        self,
+        positions: torch.Tensor,
+        *,
+        request_slots: torch.Tensor,
+        query_starts: torch.Tensor,
+        table_rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Let a leader's copies begin: see `HiSparseRuntime.begin_swap`."""
+        return self.runtime.begin_swap(
+            positions,
+            tables=self.tables(),
+            request_slots=request_slots,
+            query_starts=query_starts,
+            table_rows=table_rows,
+        )
+
+    def wait_rows(self) -> None:
+        """Before the layer reads its rows: see `HiSparseRuntime.wait_rows`."""
+        self.runtime.wait_rows()
 
 
 def create_index_group_handles(
@@ -722,6 +850,36 @@ def initialize_hisparse_runtime_buffers(
         handle.runtime.initialize_buffers(
             max_num_reqs=max_num_reqs, max_num_batched_tokens=max_num_batched_tokens
         )
+
+
+def enable_prefetch(
+    handles: Sequence[HiSparseCacheHandle],
+    *,
+    split: GatherSplit = GatherSplit.GROUP,
+    lane: CopyLane | None = None,
+) -> CopyLane:
+    """Let the copies of these layers' index groups run beside the computation.
+
+    Not in a captured region; graphs that were captured before keep what they have.
+
+    Args:
+        handles: Layers of whole index groups, on one device.
+        split: Launches of a group.
+        lane: Where copies run; by default a side stream on CUDA, else in place.
+
+    Returns:
+        The lane, shared by all groups.
+
+    Raises:
+        UsageError: No handles.
+    """
+    if not handles:
+        raise UsageError("there are no cache handles to prefetch for")
+    shared = lane or lane_for(handles[0].runtime.device)
+    for group in {id(h.runtime.index_group): h.runtime.index_group for h in handles}.values():
+        group.wait_rows()
+        group.prefetch = GroupPrefetch(shared, split=split, num_layers=group.num_layers)
+    return shared
 
 
 def _bound(value: _T | None, call: str) -> _T:
