@@ -27,9 +27,11 @@ from hisparse_service.contract.limits import MIB
 from hisparse_service.pool import os_calls
 
 CHUNK_BYTES: Final = 64 * MIB
-"""One call's worth: 0.13 s at the 0.5 GiB/s of one slow thread, which bounds cancellation."""
+"""At most one call's worth: 0.13 s at the 0.5 GiB/s of one slow thread, which bounds
+cancellation."""
 _CHUNKS_PER_THREAD: Final = 4
-"""A small pool is cut finer than CHUNK_BYTES, so that all threads end at about the same time."""
+"""A thread takes this part of its share of what is left: chunks become smaller towards the end, so
+that all threads end at about the same time."""
 _CHUNK_ALIGNMENT_BYTES: Final = 2 * MIB
 """What one page of page tables maps: two threads never fill the same one."""
 PROGRESS_INTERVAL_S: Final = 0.1
@@ -196,7 +198,6 @@ class _Run:
         self._do = work
         most = max(1, -(-size_bytes // _CHUNK_ALIGNMENT_BYTES))
         self.num_threads = min(threads or default_threads(), most)
-        self._chunk_bytes = _chunk_bytes(size_bytes, self.num_threads)
         self._lock = threading.Lock()
         self._next_offset = 0
         self._done_bytes = 0
@@ -270,12 +271,13 @@ class _Run:
     def _take(self) -> tuple[int, int] | None:
         with self._lock:
             offset = self._next_offset
-            length = min(self._chunk_bytes, self._size_bytes - offset)
+            left = self._size_bytes - offset
+            length = min(_chunk_bytes(left, self.num_threads), left)
             self._next_offset += max(0, length)
         return (offset, length) if length > 0 else None
 
 
-def _chunk_bytes(size_bytes: int, threads: int) -> int:
-    share = -(-size_bytes // (threads * _CHUNKS_PER_THREAD))
+def _chunk_bytes(left_bytes: int, threads: int) -> int:
+    share = -(-left_bytes // (threads * _CHUNKS_PER_THREAD))
     aligned = -(-share // _CHUNK_ALIGNMENT_BYTES) * _CHUNK_ALIGNMENT_BYTES
     return min(CHUNK_BYTES, aligned)
