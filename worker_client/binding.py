@@ -35,6 +35,9 @@ from worker_client.specs import (
     with_tensors,
 )
 
+AllocateDevice = Callable[[Any, torch.device, int], torch.Tensor]
+"""Of a configuration, a device and a size in bytes: int8 [size]."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -152,8 +155,17 @@ def allocate_kv_cache(
     device: torch.device,
     layout: Any,
     kernel_block_sizes: Sequence[int] | None = None,
+    allocate_device: AllocateDevice | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Allocate one zeroed backing on `device` and view it as one cache a layer.
+    """Allocate one backing on `device` and view it as one cache a layer.
+
+    Args:
+        kv_cache_config: `KVCacheConfig`, ours or vLLM's.
+        device: Where the backing is made.
+        layout: `KVCacheLayout`, ours or vLLM's.
+        kernel_block_sizes: Tokens in a block of the views, by group index.
+        allocate_device: Gives the backing, of zeros or with the rows that an earlier process left
+            on it (`device_backing.DeviceAllocator`); None: zeros of this process's own.
 
     Returns:
         ``[blocks, heads, rows, content]`` a layer; the raw int8 ``[size]`` backing for layers
@@ -170,7 +182,10 @@ def allocate_kv_cache(
     sizes = sorted({tensor.size for tensor in tensors})
     if len(sizes) != 1:
         raise CacheContractError(f"KV cache tensors must share one backing allocation, got {sizes}")
-    backing = torch.zeros(sizes[0], dtype=torch.int8, device=device)
+    if allocate_device is None:
+        backing = torch.zeros(sizes[0], dtype=torch.int8, device=device)
+    else:
+        backing = allocate_device(kv_cache_config, device, sizes[0])
     caches: dict[str, torch.Tensor] = {}
     for tensor in tensors:
         group_id, spec = _group_of(kv_cache_config, tensor.layers[0])
@@ -233,7 +248,9 @@ def allocate_hisparse_kv_caches(
     device_config = with_tensors(
         kv_cache_config, [tensor for tensor in tensors if not tensor.host_resident]
     )
-    caches = allocate_kv_cache(device_config, device, layout, kernel_block_sizes)
+    # A pool of the service's may keep the device rows too, beyond this process's end.
+    allocate_device = getattr(host_pool, "allocate_device", None)
+    caches = allocate_kv_cache(device_config, device, layout, kernel_block_sizes, allocate_device)
     host_tensors = [tensor for tensor in tensors if tensor.host_resident]
     sizes = sorted({tensor.size for tensor in host_tensors})
     if len(sizes) != 1:

@@ -99,12 +99,21 @@ from worker_client.blocks import (
     empty_blocks,
 )
 from worker_client.cuda_register import CudaUse, RegistrationDriver, find_driver, register_ranges
+from worker_client.device_backing import (
+    CudaMemoryDriver,
+    DeviceBacking,
+    DeviceBackingMode,
+    DeviceBackings,
+    DeviceMemoryDriver,
+)
 from worker_client.host_pool import HostPool
 from worker_client.late import Late, LateAnswers, Part
 from worker_client.session import BuildRequest, ReplyT, Session, WhenAway
 from worker_client.telemetry import WorkerCounters
 
 if TYPE_CHECKING:
+    import torch
+
     from worker_client.embedded import EmbeddedDaemon
 
 __all__ = [
@@ -122,6 +131,8 @@ __all__ = [
 _ATTACH_TIMEOUT_S: Final = 60.0
 _TURN_TIMEOUT_S: Final = 600.0
 """Many ranks with hundreds of GiB each register one after another, at 0.1 s a GiB."""
+_DEVICE_TIMEOUT_S: Final = 2 * limits.DEVICE_ANSWER_S
+"""Longer than the daemon's own, so that its reason is heard."""
 _READY_PAUSE_S: Final = 0.02
 _TURN_PAUSE_S: Final = 0.005
 _TURN_PAUSE_MAX_S: Final = 0.2
@@ -382,6 +393,48 @@ class Namespace:
                 )  # fmt: skip
             time.sleep(pause_s)
             pause_s = min(pause_s * 2, _TURN_PAUSE_MAX_S)
+
+    def device_backing(
+        self,
+        size_bytes: int,
+        *,
+        layout: bytes,
+        device: torch.device | None = None,
+        name: str = "",
+        mode: DeviceBackingMode = DeviceBackingMode.OPEN_OR_CREATE,
+        timeout_s: float = _DEVICE_TIMEOUT_S,
+        driver: DeviceMemoryDriver | None = None,
+    ) -> DeviceBacking:
+        """Device memory that the daemon allocates for this rank, and that outlives this process.
+
+        Found again by the next process with this namespace, group, rank and name on the same GPU.
+        Idempotent: the same size and layout give the same object until it is closed.
+
+        Args:
+            size_bytes: Of the tensor; zeros where nothing was there.
+            layout: 16 B, what lies where on it (`device_layout_fingerprint`): whoever finds it must
+                say the same.
+            device: This process's; torch's current one when None.
+            name: Tells the backings of one rank apart.
+            mode: What to do with what is there.
+            timeout_s: For the driver to allocate it.
+            driver: Stands in for CUDA.
+
+        Raises:
+            ConfigError: The daemon allocates no device memory, or does not see this GPU.
+            QuotaExceeded: Beyond the daemon's limit for this GPU.
+            CapacityError: The GPU has not that much memory.
+            GeometryMismatch: It is there with another size or layout.
+            DeviceBackingTaken: Another process holds it, or may still use it.
+            LeaseLost: `DeviceBackingMode.OPEN`, and there is none.
+            DeviceError: The driver failed or hangs.
+        """
+        driver = driver if driver is not None else CudaMemoryDriver()
+        device = device if device is not None else driver.current_device()
+        return self.client.devices.obtain(
+            self, size_bytes, layout=layout, name=name, device=device, mode=mode,
+            timeout_s=timeout_s, driver=driver,
+        )  # fmt: skip
 
     # --- writer ---------------------------------------------------------------------------------
 
@@ -1196,6 +1249,7 @@ class Client:
         )
         self._streams: weakref.WeakSet[EventStream] = weakref.WeakSet()
         self.late = LateAnswers()
+        self.devices = DeviceBackings(self)
         self._ttl_ns = int(limits.LEASE_TTL_S * 1e9)
         self._next_renewal_ns = 0
         session.owner = self
@@ -1325,6 +1379,7 @@ class Client:
                 if self._embedded is not None:
                     stack.callback(self._embedded.stop)
                 stack.callback(self.session.close)
+                stack.callback(self.devices.close)
                 for stream in list(self._streams):
                     stack.callback(stream.close)
                 for namespace in self._namespaces.values():
@@ -1395,6 +1450,7 @@ class Client:
         self._by_id.clear()
         for namespace in self._namespaces.values():
             namespace.reattach()
+        self.devices.reattach()
 
     def hand_in(self) -> None:
         """The daemon answers again."""
@@ -1424,6 +1480,7 @@ class Client:
 
     def renewed(self, lease_ids: list[int], pong: Pong) -> None:
         """The daemon's answer to a renewal."""
+        self.devices.lost(pong.lost_device_backings)
         lost = set(pong.lost_leases)
         for lease_id in lease_ids:
             lease = self._by_id.get(lease_id)

@@ -22,7 +22,7 @@ import mmap
 import os
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
@@ -75,6 +75,8 @@ class HostPool:
         payload_bytes: Of the whole backing.
         ranges: [start, end) for CUDA registration, bytes from the payload's start.
         adopted: The backing was there before: it may hold prefixes.
+        allocate_device: Gives the binding functions their device backing, see
+            `device_backing.DeviceAllocator`; None: they allocate it in this process.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class HostPool:
             (start, end) for start, end in backing.ranges
         )
         self.adopted = backing.adopted
+        self.allocate_device: Callable[[Any, torch.device, int], torch.Tensor] | None = None
         self._backing_reply = backing
         self._lock = threading.Lock()
         self._registration: CudaRegistration | None = None

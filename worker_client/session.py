@@ -130,7 +130,7 @@ class SessionOwner(Protocol):
         """Ids of the leases that are due."""
 
     def renewed(self, lease_ids: list[int], pong: Pong) -> None:
-        """The answer for these ids."""
+        """The answer for these ids, and what else the daemon says is lost."""
 
     def late_reply(self, reply: Reply) -> None:
         """A reply whose request gave up before. It may have taken something that must go back."""
@@ -628,6 +628,6 @@ class Session:
                 if self._connected:
                     self._probe(time.monotonic())
                 return
-            if self.owner is not None and part:
+            if self.owner is not None and (part or pong.lost_device_backings):
                 self.owner.renewed(part, pong)
         self._counters_sent_s = time.monotonic()

@@ -18,9 +18,7 @@ ended its session. Control loop only; no clock of its own.
 
 from __future__ import annotations
 
-import enum
-import os
-import select
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -33,12 +31,19 @@ from hisparse_service.contract.errors import (
     DeviceError,
     GeometryMismatch,
     HiSparseError,
-    IllegalTransition,
     LeaseLost,
     QuotaExceeded,
     from_wire,
 )
 from hisparse_service.pool.device_protocol import Answer, Order
+from hisparse_service.server.device_records import (
+    ON_DEVICE,
+    BackingEvent,
+    BackingKey,
+    BackingState,
+    DeviceBacking,
+    Holder,
+)
 from hisparse_service.telemetry.logs import get_logger
 
 if TYPE_CHECKING:
@@ -49,155 +54,9 @@ _FAILED_KEPT_S: Final = 60.0
 _REFUSED_KEPT_S: Final = 1.0
 """A device that could not be opened is not tried again at once: each try starts a process."""
 
-log = get_logger()
-
-
-class BackingState(enum.Enum):
-    """Where a device backing stands."""
-
-    ALLOCATING = "allocating"
-    """The child was asked."""
-    READY = "ready"
-    """The memory is there, held or waiting for its next holder."""
-    ABANDONED = "abandoned"
-    """The child was asked, nobody wants it any more."""
-    FREEING = "freeing"
-    LOST = "lost"
-    """The child died; kept until its holder knows."""
-    FAILED = "failed"
-    """The child refused; kept until who asked knows."""
-    GONE = "gone"
-
-
-class BackingEvent(enum.Enum):
-    """What happens to a device backing."""
-
-    ALLOCATED = "allocated"
-    REFUSED = "refused"
-    FREE = "free"
-    FREED = "freed"
-    CHILD_DIED = "child_died"
-    TOLD = "told"
-
-
 _S, _E = BackingState, BackingEvent
-TRANSITIONS: Final[dict[tuple[BackingState, BackingEvent], BackingState]] = {
-    (_S.ALLOCATING, _E.ALLOCATED): _S.READY,
-    (_S.ALLOCATING, _E.REFUSED): _S.FAILED,
-    (_S.ALLOCATING, _E.CHILD_DIED): _S.FAILED,
-    (_S.ALLOCATING, _E.FREE): _S.ABANDONED,
-    (_S.ABANDONED, _E.ALLOCATED): _S.FREEING,
-    (_S.ABANDONED, _E.REFUSED): _S.GONE,
-    (_S.ABANDONED, _E.CHILD_DIED): _S.GONE,
-    (_S.READY, _E.FREE): _S.FREEING,
-    (_S.READY, _E.CHILD_DIED): _S.LOST,
-    (_S.FREEING, _E.FREED): _S.GONE,
-    (_S.FREEING, _E.CHILD_DIED): _S.GONE,
-    (_S.LOST, _E.TOLD): _S.GONE,
-    (_S.FAILED, _E.TOLD): _S.GONE,
-}
-_ON_DEVICE: Final = (_S.ALLOCATING, _S.ABANDONED, _S.READY, _S.FREEING)
-"""States that take memory, or may."""
-_FINDABLE: Final = (_S.ALLOCATING, _S.READY, _S.LOST, _S.FAILED)
-"""States in which its key means it."""
 
-
-@dataclass(frozen=True, slots=True)
-class BackingKey:
-    """What makes two device backings the same one."""
-
-    namespace_id: int
-    group: str
-    rank: int
-    name: str
-    device_uuid: str
-
-
-class Holder:
-    """The process that has the memory mapped, or may have. Owns a pidfd."""
-
-    def __init__(self, session_id: int, pid: int) -> None:
-        self.session_id = session_id
-        """0: its session ended, or it said that it has nothing mapped."""
-        self.pid = pid
-        self._is_mapped = True
-        self._until_s = 0.0
-        self._pidfd = -1
-        if pid > 0:
-            try:
-                self._pidfd = os.pidfd_open(pid)
-            except ProcessLookupError:
-                self._is_mapped = False
-            except OSError:
-                pass  # no descriptor left: its session tells
-
-    def session_ended(self, *, may_live: bool, now_s: float) -> None:
-        """Its session is gone; whether the process is, the pidfd says."""
-        self.session_id = 0
-        if self._pidfd < 0:
-            self._is_mapped = self._is_mapped and may_live
-            self._until_s = now_s + limits.QUARANTINE_S
-
-    def may_use(self, now_s: float) -> bool:
-        """Whether the process may still read and write the memory."""
-        if not self._is_mapped:
-            return False
-        if self._pidfd >= 0:
-            poll = select.poll()
-            poll.register(self._pidfd, select.POLLIN)
-            if not poll.poll(0):
-                return True
-        elif self.session_id or now_s < self._until_s:
-            return True
-        self.close()
-        return False
-
-    def close(self) -> None:
-        """It has nothing mapped any more. Idempotent."""
-        self.session_id = 0
-        self._is_mapped = False
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-            self._pidfd = -1
-
-
-@dataclass(slots=True, eq=False)
-class DeviceBacking:
-    """One backing."""
-
-    backing_id: int
-    key: BackingKey
-    size_bytes: int
-    taken_bytes: int
-    """With the rounding: what counts."""
-    layout: bytes
-    process: DeviceProcess
-    holder: Holder
-    made_s: float
-    state: BackingState = BackingState.ALLOCATING
-    asked_s: float | None = None
-    """When the child was given its last order; None once that is answered."""
-    idle_since_s: float | None = None
-    """Since when nobody holds it."""
-    is_adopted: bool = False
-    """It was held before: rows may lie on it."""
-    handle: bytes = b""
-    error: HiSparseError | None = None
-
-    def move(self, event: BackingEvent) -> None:
-        """Follow the table.
-
-        Raises:
-            IllegalTransition: It has no such row.
-        """
-        following = TRANSITIONS.get((self.state, event))
-        if following is None:
-            raise IllegalTransition(
-                f"device backing {self.backing_id} is {self.state.value}, it cannot be "
-                f"{event.value}",
-                state=self.state.value, event=event.value, backing=self.backing_id,
-            )  # fmt: skip
-        self.state = following
+log = get_logger()
 
 
 @dataclass(slots=True, eq=False)
@@ -358,7 +217,7 @@ class DeviceBackings:
 
     def keeps(self, namespace_id: int) -> bool:
         """Whether the namespace has device memory, here or under way."""
-        return any(each.state in _ON_DEVICE for each in self._of_namespace(namespace_id))
+        return any(each.state in ON_DEVICE for each in self._of_namespace(namespace_id))
 
     def session_ended(self, session_id: int, *, may_live: bool, now_s: float) -> None:
         """Its backings wait for their next holder.
@@ -381,10 +240,13 @@ class DeviceBackings:
     def namespace_gone(self, namespace_id: int) -> None:
         """Free what it has; its number may mean another one from now on."""
         for each in list(self._of_namespace(namespace_id)):
-            if each.state in (_S.ALLOCATING, _S.READY):
-                self._free(each, "namespace_gone")
-            elif each.state in (_S.LOST, _S.FAILED):
+            if each.state in (_S.LOST, _S.FAILED):
                 self._forget(each, _E.TOLD)
+            elif each.holder.may_use(self._now_s):
+                self._unfind(each)
+                each.idle_since_s = -math.inf  # freed as soon as that process is dead
+            elif each.state in (_S.ALLOCATING, _S.READY):
+                self._free(each, "namespace_gone")
 
     def tick(self, now_s: float, *, is_draining: bool) -> None:
         """Free what waited long enough, forget failures, end children that nobody needs."""
@@ -680,7 +542,7 @@ class DeviceBackings:
         lost = [
             each
             for each in self._by_id.values()
-            if each.process is process and each.state in _ON_DEVICE
+            if each.process is process and each.state in ON_DEVICE
         ]
         tell = log.info if isinstance(error, LeaseLost) else log.warning
         tell(
@@ -702,7 +564,7 @@ class DeviceBackings:
 
     def _tick_device(self, device: _Device, *, is_draining: bool) -> None:
         own = [each for each in self._by_id.values() if each.process is device.process]
-        own = [each for each in own if each.state in _ON_DEVICE]
+        own = [each for each in own if each.state in ON_DEVICE]
         if own:
             device.idle_since_s = self._now_s
             # While somebody's rows are on it, a hung child is left alone: its memory is good.
@@ -725,7 +587,7 @@ class DeviceBackings:
         return sum(
             each.taken_bytes
             for each in self._by_id.values()
-            if each.key.device_uuid == uuid and each.state in _ON_DEVICE
+            if each.key.device_uuid == uuid and each.state in ON_DEVICE
         )
 
 
@@ -748,6 +610,6 @@ def _describe_backing(backing: DeviceBacking, now_s: float) -> dict[str, Any]:
         "state": backing.state.value, "layout": backing.layout.hex(),
         "holder_session": backing.holder.session_id, "holder_pid": backing.holder.pid,
         "age_s": round(now_s - backing.made_s, 3),
-        "idle_s": round(now_s - idle_since_s, 3) if idle_since_s is not None else 0.0,
+        "idle_s": round(min(now_s - idle_since_s, 1e9), 3) if idle_since_s is not None else 0.0,
         "error": str(backing.error or ""),
     }  # fmt: skip

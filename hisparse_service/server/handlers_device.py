@@ -8,7 +8,7 @@ from __future__ import annotations
 from hisparse_service.contract import messages as m
 from hisparse_service.contract.device_uuid import normal_device_uuid
 from hisparse_service.server.clients import drop_namespace
-from hisparse_service.server.device_backings import BackingKey, BackingState
+from hisparse_service.server.device_records import BackingKey, BackingState
 from hisparse_service.server.handlers_backing import entry_of
 from hisparse_service.server.state import Client, Phase, ServerState
 

@@ -1,0 +1,631 @@
+"""Device memory that the daemon allocated: opened here by its CUDA IPC handle, closed here.
+
+`Namespace.device_backing` gives a `DeviceBacking`. Its memory outlives this process: the rank's
+next process opens it again and finds the rows that were written last. What it means to hold it:
+
+- one process holds it; the daemon gives it to the next one when this one is dead or let go of it;
+- when the daemon or its child on that GPU ends, the memory is gone for good. `tensor` and `check`
+  then raise `LeaseLost` instead of giving rows that nobody vouches for; the mapping itself stays
+  until `close`, so that work under way does not fault. Ask again, or allocate in the worker;
+- it is unmapped when the last tensor over it goes, and only then does the daemon hear that it may
+  go to another process.
+
+`DeviceAllocator` puts the resident and hot rows on it: set it as a pool's `allocate_device`, and
+the binding functions take the device backing from there. Opening needs the device's context: the
+thread that owns the device. The rest: any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import enum
+import gc
+import hashlib
+import json
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+
+from hisparse_service.contract import limits
+from hisparse_service.contract.device_uuid import normal_device_uuid
+from hisparse_service.contract.errors import (
+    CapacityError,
+    ClosedError,
+    ConfigError,
+    DeviceError,
+    GeometryMismatch,
+    HiSparseError,
+    InternalError,
+    LeaseError,
+    LeaseLost,
+    PeerError,
+    ServiceUnavailable,
+    UsageError,
+)
+from hisparse_service.contract.messages import (
+    AllocateDeviceBacking,
+    CountReply,
+    DeviceBackingReply,
+    ReleaseDeviceBacking,
+)
+from worker_client.session import WhenAway
+
+if TYPE_CHECKING:
+    import torch
+
+    from worker_client.client import Client, Namespace
+
+__all__ = [
+    "CudaMemoryDriver", "DeviceAllocator", "DeviceBacking", "DeviceBackingMode", "DeviceBackings",
+    "DeviceFallback", "DeviceMemoryDriver", "Mapping", "device_layout_fingerprint",
+]  # fmt: skip
+
+_LAZY_PEER_ACCESS: Final = 1
+"""CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS."""
+_DEINITIALIZED: Final = 4
+"""CUDA_ERROR_DEINITIALIZED: the process ends and the driver has let go of everything."""
+_FIRST_PAUSE_S: Final = 0.005
+_LONGEST_PAUSE_S: Final = 0.1
+
+_Action = Literal["detach", "give_back"]
+
+logger = logging.getLogger(__name__)
+
+
+class DeviceBackingMode(enum.Enum):
+    """What `Namespace.device_backing` does with what is, or is not, there."""
+
+    OPEN_OR_CREATE = "open_or_create"
+    OPEN = "open"
+    """`LeaseLost` where there is none."""
+    CREATE = "create"
+    """What is there is given back first: its rows are not wanted."""
+
+
+class Mapping:
+    """Memory of another process, mapped here and wrapped into one tensor.
+
+    Args:
+        owner: What the tensor keeps alive; only tensors hold it on.
+        wrap: Makes the tensor of it, without a copy.
+        unmap: Unmaps it. Nothing uses the memory any more.
+    """
+
+    def __init__(
+        self,
+        owner: object,
+        *,
+        wrap: Callable[[Any], torch.Tensor],
+        unmap: Callable[[], None],
+    ) -> None:
+        self._owner = weakref.ref(owner)
+        self._wrap = wrap
+        self._unmap = unmap
+        self.tensor: torch.Tensor | None = wrap(owner)
+        """int8 [size]."""
+
+    def close(self) -> None:
+        """Unmap it.
+
+        Raises:
+            UsageError: Tensors over it are alive: unmapping under them would make their next use a
+                fault of the whole context. It stays mapped.
+        """
+        self.tensor = None
+        gc.collect()  # what only a cycle holds is not in use
+        owner = self._owner()
+        if owner is not None:
+            self.tensor = self._wrap(owner)
+            raise UsageError(
+                "tensors over this device backing are alive",
+                remedy="Drop the caches and runtimes that are bound on it first",
+            )
+        self._unmap()
+
+
+class DeviceMemoryDriver(Protocol):
+    """The calls that opening needs; tests put memory without a GPU here."""
+
+    def current_device(self) -> torch.device:
+        """Where this process works."""
+
+    def device_uuid(self, device: torch.device) -> str:
+        """Of the device, in any spelling."""
+
+    def open(self, handle: bytes, size_bytes: int, device: torch.device) -> Mapping:
+        """Map it.
+
+        Raises:
+            DeviceError: With the number.
+        """
+
+
+class _IpcMemory:
+    """One opened CUDA IPC handle; what torch wraps without a copy."""
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self.address = address
+        self.__cuda_array_interface__ = {
+            "shape": (size_bytes,), "typestr": "|i1", "data": (address, False), "version": 3,
+        }  # fmt: skip
+
+
+class CudaMemoryDriver:
+    """`DeviceMemoryDriver` over cuda.bindings, in torch's primary context.
+
+    Raises:
+        ConfigError: cuda.bindings or a CUDA build of torch is missing.
+    """
+
+    def __init__(self) -> None:
+        import torch
+
+        try:
+            from cuda.bindings import driver
+        except ImportError as error:
+            raise ConfigError(
+                f"cuda.bindings cannot be imported: {error}",
+                remedy="Install hisparse-service[cuda]",
+            ) from error
+        if not torch.cuda.is_available():
+            raise ConfigError("torch sees no CUDA device", remedy="Allocate on another device")
+        self._driver: Any = driver
+
+    def current_device(self) -> torch.device:
+        """Torch's."""
+        import torch
+
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def device_uuid(self, device: torch.device) -> str:
+        """As torch tells it."""
+        import torch
+
+        return str(torch.cuda.get_device_properties(device).uuid)
+
+    def open(self, handle: bytes, size_bytes: int, device: torch.device) -> Mapping:
+        """CuIpcOpenMemHandle on the device's primary context."""
+        import torch
+
+        with torch.cuda.device(device):
+            torch.cuda.current_stream(device).synchronize()  # makes the context, if there is none
+            opened = self._driver.CUipcMemHandle()
+            # By its address: cuda.bindings 13.5 names no fields of this structure.
+            ctypes.memmove(int(opened.getPtr()), handle, limits.MEMORY_HANDLE_BYTES)
+            code, address = self._driver.cuIpcOpenMemHandle(opened, _LAZY_PEER_ACCESS)
+            if int(code):
+                raise _cuda_error(int(code), "cuIpcOpenMemHandle")
+            mapping = Mapping(
+                _IpcMemory(int(address), size_bytes),
+                wrap=lambda owner: torch.as_tensor(owner, device=device),
+                unmap=lambda: self._close(address, device),
+            )
+            if mapping.tensor is None or mapping.tensor.data_ptr() != int(address):
+                raise InternalError("torch copied the device backing instead of wrapping it")
+            return mapping
+
+    def _close(self, address: Any, device: torch.device) -> None:
+        import torch
+
+        with torch.cuda.device(device):
+            torch.cuda.synchronize(device)
+            code = int(self._driver.cuIpcCloseMemHandle(address)[0])
+        if code not in (0, _DEINITIALIZED):
+            raise _cuda_error(code, "cuIpcCloseMemHandle")
+
+
+def _cuda_error(code: int, call: str) -> DeviceError:
+    return DeviceError(
+        f"{call} failed with CUDA error {code}",
+        remedy="201 or 400: the daemon's child on this GPU ended, ask again; 1 or 101: see whether "
+        "this process and the daemon share their PID namespace; `hisparse-service doctor` tries it",
+        cuda_error=code, call=call,
+    )  # fmt: skip
+
+
+class DeviceBacking:
+    """One rank's device memory, mapped here. Made by `Namespace.device_backing`.
+
+    Attributes:
+        namespace: It belongs to this namespace.
+        name: Tells the backings of one rank apart.
+        device: Where it is, as torch counts.
+        device_uuid: The same, for everybody.
+        size_bytes: Of the tensor.
+        layout: 16 B: what lies where on it.
+        backing_id: The daemon's number, in `epoch`: the generation of this memory.
+        adopted: It was there before: its rows are those that the last holder wrote.
+    """
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        reply: DeviceBackingReply,
+        *,
+        name: str,
+        layout: bytes,
+        device: torch.device,
+        driver: DeviceMemoryDriver,
+    ) -> None:
+        self.namespace = namespace
+        self.name = name
+        self.layout = layout
+        self.device = device
+        self.device_uuid = reply.device_uuid
+        self.size_bytes = reply.size_bytes
+        self.backing_id = reply.backing_id
+        self.epoch = reply.epoch
+        self.adopted = reply.adopted
+        self._lock = threading.Lock()
+        self._lost_why = ""
+        self._pid = os.getpid()
+        self._mapping: Mapping | None = driver.open(reply.handle, reply.size_bytes, device)
+
+    @property
+    def is_closed(self) -> bool:
+        """After `close` or `release`."""
+        return self._mapping is None
+
+    @property
+    def is_lost(self) -> bool:
+        """Its memory is gone in the daemon: what is still mapped here means nothing any more."""
+        return bool(self._lost_why)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """int8 [size_bytes] on `device`.
+
+        Raises:
+            LeaseLost: The memory is gone.
+            ClosedError: Closed before.
+        """
+        self.check()
+        mapping = self._mapping
+        tensor = mapping.tensor if mapping is not None else None
+        if tensor is None:
+            raise _closed()
+        return tensor
+
+    def check(self) -> None:
+        """For who keeps the tensor: before relying on its rows.
+
+        Raises:
+            LeaseLost: The memory is gone.
+            ClosedError: Closed before.
+        """
+        if self._lost_why:
+            raise LeaseLost(
+                f"the device backing {self.name!r} on {self.device_uuid} is gone: "
+                f"{self._lost_why}",
+                remedy="Ask for it again, its rows are gone; or allocate in this process",
+                device_uuid=self.device_uuid, backing=self.backing_id,
+            )  # fmt: skip
+        if self._mapping is None:
+            raise _closed()
+
+    def lose(self, why: str) -> None:
+        """The daemon has it no more."""
+        self._lost_why = self._lost_why or why
+
+    def close(self) -> None:
+        """Unmap it; the daemon keeps it for the next holder, for the lease's time. Idempotent.
+
+        Raises:
+            UsageError: Tensors over it are alive; it stays mapped.
+            DeviceError: CUDA would not unmap it.
+        """
+        self._end("detach")
+
+    def release(self) -> None:
+        """Unmap it and give the memory back now. Idempotent.
+
+        Raises:
+            UsageError: Tensors over it are alive; it stays mapped.
+            DeviceError: CUDA would not unmap it.
+        """
+        self._end("give_back")
+
+    def _end(self, action: _Action) -> None:
+        with self._lock:
+            mapping = self._mapping
+            if mapping is None:
+                return
+            if os.getpid() != self._pid:  # a forked child has no part in it
+                self._mapping = None
+                return
+            try:
+                mapping.close()
+            except UsageError:
+                raise
+            except HiSparseError:
+                self._forget()
+                raise
+            self._forget()
+        if not self._lost_why:
+            _tell_released(self.namespace, self.name, self.device_uuid, action)
+
+    def _forget(self) -> None:
+        self._mapping = None
+        self.namespace.client.devices.forget(self)
+
+
+def _closed() -> ClosedError:
+    return ClosedError("the device backing was closed", remedy="Ask the namespace for it again")
+
+
+def _tell_released(namespace: Namespace, name: str, device_uuid: str, action: _Action) -> None:
+    """The daemon learns the rest from the end of this process, where it cannot be told."""
+    with contextlib.suppress(PeerError, LeaseError, UsageError, CapacityError):
+        namespace.client.session.request(
+            lambda request_id: ReleaseDeviceBacking(
+                request_id, namespace.namespace_id, name, device_uuid, action
+            ),
+            CountReply, when_away=WhenAway.FAIL,
+        )  # fmt: skip
+
+
+class DeviceBackings:
+    """Those of one client; told when one is gone. Calls come with `Session.lock` held or take it.
+
+    Args:
+        client: Whose.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._obtaining = threading.Lock()
+        self._open: dict[tuple[bytes, str, str], DeviceBacking] = {}
+
+    def obtain(
+        self,
+        namespace: Namespace,
+        size_bytes: int,
+        *,
+        layout: bytes,
+        name: str,
+        device: torch.device,
+        mode: DeviceBackingMode,
+        timeout_s: float,
+        driver: DeviceMemoryDriver,
+    ) -> DeviceBacking:
+        """See `Namespace.device_backing`."""
+        uuid = normal_device_uuid(driver.device_uuid(device))
+        with self._obtaining:
+            found = self._found(namespace, name, uuid, mode)
+            if found is not None and (found.size_bytes, found.layout) == (size_bytes, layout):
+                return found
+            if mode is DeviceBackingMode.CREATE:
+                _tell_released(namespace, name, uuid, "give_back")
+            session_id = self._client.session_id
+            reply = _wait_ready(namespace, size_bytes, layout, name, uuid, mode, timeout_s)
+            try:
+                backing = DeviceBacking(
+                    namespace, reply, name=name, layout=layout, device=device, driver=driver
+                )
+            except BaseException:
+                _tell_released(namespace, name, uuid, "detach")
+                raise
+            with self._client.session.lock:
+                self._open[namespace.fingerprint, name, uuid] = backing
+                if self._client.session_id != session_id:  # a new session did not know of it
+                    self._hold_again(backing)
+            return backing
+
+    def _found(
+        self, namespace: Namespace, name: str, uuid: str, mode: DeviceBackingMode
+    ) -> DeviceBacking | None:
+        """What is open here already; what is lost or not wanted is closed first."""
+        found = self._open.get((namespace.fingerprint, name, uuid))
+        if found is None:
+            return None
+        if found.is_lost:
+            found.close()
+            return None
+        if mode is DeviceBackingMode.CREATE:
+            found.release()
+            return None
+        return found
+
+    def forget(self, backing: DeviceBacking) -> None:
+        """It was closed."""
+        key = (backing.namespace.fingerprint, backing.name, backing.device_uuid)
+        if self._open.get(key) is backing:
+            del self._open[key]
+
+    def lost(self, backing_ids: list[int]) -> None:
+        """The daemon says that these are gone. `Session.lock` is held."""
+        epoch = self._epoch()
+        for backing in list(self._open.values()):
+            if backing.backing_id in backing_ids and backing.epoch == epoch:
+                backing.lose("the daemon's child on this GPU ended")
+
+    def reattach(self) -> None:
+        """A new session was made. `Session.lock` is held; PeerErrors go up."""
+        for backing in list(self._open.values()):
+            if not backing.is_lost:
+                self._hold_again(backing)
+
+    def _hold_again(self, backing: DeviceBacking) -> None:
+        if backing.epoch != self._epoch():
+            backing.lose("the daemon was restarted")
+            return
+        namespace = backing.namespace
+
+        def build(request_id: int) -> AllocateDeviceBacking:
+            return AllocateDeviceBacking(
+                request_id, namespace.namespace_id, backing.name, backing.device_uuid,
+                backing.size_bytes, backing.layout, "open",
+            )  # fmt: skip
+
+        try:
+            reply = namespace.client.session.request(build, DeviceBackingReply)
+        except PeerError:
+            raise
+        except HiSparseError as error:
+            backing.lose(error.message)
+            return
+        if reply.backing_id != backing.backing_id:
+            backing.lose("it was given back while this client was away")
+
+    def _epoch(self) -> int:
+        return self._client.epoch
+
+    def close(self) -> None:
+        """Close all. Those that tensors are bound on stay mapped until the process ends.
+
+        Raises:
+            DeviceError: CUDA would not unmap one; all were tried.
+        """
+        with contextlib.ExitStack() as stack:
+            for backing in list(self._open.values()):
+                stack.callback(_close_unless_used, backing)
+
+
+def _wait_ready(
+    namespace: Namespace,
+    size_bytes: int,
+    layout: bytes,
+    name: str,
+    uuid: str,
+    mode: DeviceBackingMode,
+    timeout_s: float,
+) -> DeviceBackingReply:
+    deadline_s = time.monotonic() + timeout_s
+    pause_s = _FIRST_PAUSE_S
+    wire_mode: Any = "open" if mode is DeviceBackingMode.OPEN else "open_or_create"
+
+    def build(request_id: int) -> AllocateDeviceBacking:
+        return AllocateDeviceBacking(
+            request_id, namespace.namespace_id, name, uuid, size_bytes, layout, wire_mode
+        )
+
+    while True:
+        reply = namespace.client.session.request(build, DeviceBackingReply)
+        if reply.ready:
+            break
+        if time.monotonic() >= deadline_s:
+            _tell_released(namespace, name, uuid, "give_back")
+            raise ServiceUnavailable(
+                f"no device memory of {size_bytes} bytes on {uuid} within {timeout_s} s",
+                remedy="Look for a hung driver, or allocate in this process",
+                timeout_s=timeout_s,
+            )
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    if normal_device_uuid(reply.device_uuid) != uuid or reply.size_bytes != size_bytes:
+        raise InternalError(
+            f"the daemon gave {reply.size_bytes} bytes on {reply.device_uuid} for {size_bytes} "
+            f"on {uuid}"
+        )
+    return reply
+
+
+def _close_unless_used(backing: DeviceBacking) -> None:
+    try:
+        backing.close()
+    except UsageError as error:
+        logger.info("%s; it stays mapped until this process ends", error.message)
+
+
+# --- for the binding functions --------------------------------------------------------------
+
+
+def device_layout_fingerprint(kv_cache_config: Any) -> bytes:
+    """16 B: which layer's rows lie where on the device backing, and in what form.
+
+    Args:
+        kv_cache_config: `KVCacheConfig`, ours or vLLM's.
+    """
+    specs = {
+        name: _spec_text(group.kv_cache_spec, name)
+        for group in kv_cache_config.kv_cache_groups
+        for name in group.layer_names
+    }
+    placed = [
+        [list(tensor.layers), tensor.size, tensor.offset, tensor.layer_stride, tensor.block_stride,
+         int(kv_cache_config.num_blocks_of(tensor)), [specs.get(name) for name in tensor.layers]]
+        for tensor in kv_cache_config.kv_cache_tensors
+        if not tensor.host_resident
+    ]  # fmt: skip
+    text = json.dumps(placed, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=limits.FINGERPRINT_BYTES).digest()
+
+
+def _spec_text(group_spec: Any, layer_name: str) -> list[Any]:
+    """Kind, block size and form of a row; not the whole spec, which may hold objects."""
+    from worker_client.specs import layer_spec
+
+    spec = layer_spec(group_spec, layer_name)
+    return [
+        type(spec).__name__,
+        *(str(getattr(spec, name, None)) for name in ("block_size", "head_size", "dtype")),
+    ]
+
+
+class DeviceFallback(enum.Enum):
+    """What `DeviceAllocator` does where the daemon cannot give device memory."""
+
+    OWN = "own"
+    """Allocate in this process, and say so in the log."""
+    RAISE = "raise"
+
+
+class DeviceAllocator:
+    """Gives the binding functions their device backing from the daemon.
+
+    Set it as a pool's `allocate_device` before `init_hisparse_kv_cache` or
+    `allocate_hisparse_kv_caches`; afterwards `backing` tells whether rows were found.
+
+    Args:
+        namespace: Opened.
+        name: Tells the backings of one rank apart.
+        mode: What to do with what is there.
+        fallback: What to do where there can be none.
+        driver: Stands in for CUDA.
+
+    Attributes:
+        backing: What the last call gave; None: it allocated in this process.
+    """
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        *,
+        name: str = "",
+        mode: DeviceBackingMode = DeviceBackingMode.OPEN_OR_CREATE,
+        fallback: DeviceFallback = DeviceFallback.OWN,
+        driver: DeviceMemoryDriver | None = None,
+    ) -> None:
+        self._namespace = namespace
+        self._name = name
+        self._mode = mode
+        self._fallback = fallback
+        self._driver = driver
+        self.backing: DeviceBacking | None = None
+
+    def __call__(self, kv_cache_config: Any, device: torch.device, size_bytes: int) -> torch.Tensor:
+        """int8 [size_bytes] on the device: zeros, or the rows that were there.
+
+        Raises:
+            HiSparseError: The daemon's, with `DeviceFallback.RAISE`. A layout other than the one
+                that is there is `GeometryMismatch` either way: rows are not thrown away unasked.
+        """
+        import torch
+
+        try:
+            self.backing = self._namespace.device_backing(
+                size_bytes, layout=device_layout_fingerprint(kv_cache_config), name=self._name,
+                device=device, mode=self._mode, driver=self._driver,
+            )  # fmt: skip
+        except (ConfigError, CapacityError, DeviceError, PeerError) as error:
+            if self._fallback is DeviceFallback.RAISE or isinstance(error, GeometryMismatch):
+                raise
+            logger.warning("device rows are allocated in this process: %s", error)
+            self.backing = None
+            return torch.zeros(size_bytes, dtype=torch.int8, device=device)
+        return self.backing.tensor
