@@ -70,6 +70,8 @@ def as_blocks(blocks: npt.ArrayLike, what: str) -> U32Array:
         UsageError: Not one-dimensional integers between 0 and 2**32 - 1.
     """
     array = np.asarray(blocks)
+    if array.dtype == np.uint32 and array.ndim == 1 and array.flags.c_contiguous:
+        return array
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise UsageError(f"{what}: expected one row of integers, got {array.dtype} {array.shape}")
     if array.dtype != np.uint32 and array.size and not 0 <= array.min() <= array.max() < 2**32:
@@ -82,6 +84,13 @@ def _frozen(array: U32Array) -> U32Array:
     return array
 
 
+def _kept(array: U32Array) -> U32Array:
+    """The array itself where nobody can write to it, else a copy."""
+    return _frozen(array.copy()) if array.flags.writeable else array
+
+
+_MIN_ROOM: Final = 64
+"""Blocks that a lease can pin more before its arrays are copied."""
 _EMPTY: Final = _frozen(np.empty(0, np.uint32))
 _NOTHING: Final = (_EMPTY, _EMPTY)
 
@@ -100,8 +109,8 @@ class BlockLease:
     """
 
     __slots__ = (
-        "__weakref__", "_by_block", "_pinned", "_reserved", "deadline_ns", "epoch", "lease_id",
-        "lost_blocks", "namespace", "state",
+        "__weakref__", "_by_block", "_pinned", "_reserved", "_room", "deadline_ns", "epoch",
+        "lease_id", "lost_blocks", "namespace", "state",
     )  # fmt: skip
 
     def __init__(self, namespace: Namespace, *, epoch: int) -> None:
@@ -114,6 +123,8 @@ class BlockLease:
         """Reserved blocks that a new session did not get back: write and publish others."""
         self._pinned = _NOTHING
         self._reserved = _NOTHING
+        self._room: U32Array | None = None
+        """u32 [2, capacity]: what `_pinned` shows the beginning of, where it grows."""
         self._by_block: tuple[U32Array, U32Array, U32Array] | None = None
 
     @property
@@ -254,6 +265,7 @@ class BlockLease:
     def _end(self) -> None:
         self._move(LeaseState.RELEASED)
         self._pinned = self._reserved = _NOTHING
+        self._room = None
 
     def _add(
         self, part: Literal["pinned", "reserved"], blocks: U32Array, generations: U32Array
@@ -263,23 +275,45 @@ class BlockLease:
                 f"the daemon sent {len(blocks)} blocks and {len(generations)} generations"
             )
         old = self._pinned if part == "pinned" else self._reserved
-        new = (
-            _frozen(np.concatenate((old[0], blocks), dtype=np.uint32)),
-            _frozen(np.concatenate((old[1], generations), dtype=np.uint32)),
-        )
+        if not len(old[0]):
+            new = (_kept(blocks), _kept(generations))
+        elif part == "pinned":
+            new = self._grown(blocks, generations)
+        else:
+            new = (
+                _frozen(np.concatenate((old[0], blocks), dtype=np.uint32)),
+                _frozen(np.concatenate((old[1], generations), dtype=np.uint32)),
+            )
         if part == "pinned":
             self._pinned = new
         else:
             self._reserved = new
 
+    def _grown(self, blocks: U32Array, generations: U32Array) -> tuple[U32Array, U32Array]:
+        """`_pinned` and these behind it.
+
+        A request pins a block with every few steps: what is there is not copied each time. Who
+        reads the arrays of before, without the lock, sees them unchanged.
+        """
+        held = len(self._pinned[0])
+        end = held + len(blocks)
+        room = self._room
+        if room is None or end > room.shape[1]:
+            room = self._room = np.empty((2, end + max(_MIN_ROOM, end // 4)), np.uint32)
+            room[0, :held], room[1, :held] = self._pinned
+        room[0, held:end] = blocks
+        room[1, held:end] = generations
+        return _frozen(room[0, :end]), _frozen(room[1, :end])
+
     def _drop(self, part: Literal["pinned", "reserved"], blocks: U32Array | None) -> None:
         old = self._pinned if part == "pinned" else self._reserved
         new = _NOTHING
-        if blocks is not None:
+        if blocks is not None and not (len(old[0]) == len(blocks) == 1 and old[0][0] == blocks[0]):
             stay = ~np.isin(old[0], blocks)
             new = (_frozen(old[0][stay]), _frozen(old[1][stay]))
         if part == "pinned":
             self._pinned = new
+            self._room = None
         else:
             self._reserved = new
 

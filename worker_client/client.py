@@ -412,7 +412,7 @@ class Namespace:
 
         Args:
             size_bytes: Of the tensor; zeros where nothing was there.
-            layout: 16 B, what lies where on it (`device_layout_fingerprint`): whoever finds it must
+            layout: 16 B, what lies where on it (`device_allocator.device_layout_fingerprint`): whoever finds it must
                 say the same.
             device: This process's; torch's current one when None.
             name: Tells the backings of one rank apart.
@@ -692,8 +692,10 @@ class Namespace:
             QuotaExceeded: MAX_QUEUED_MIRRORS blocks are kept already; these are not.
             UsageError, LeaseError: The daemon's; nothing changed.
         """
-        for lease in [item.lease for item in enqueued] + [item.lease for item in completed]:
-            lease.require_granted()
+        for item in enqueued:
+            item.lease.require_granted()
+        for done in completed:
+            done.lease.require_granted()
         with self._session.lock:
             sent_id = 0
             crash_point(_BEFORE_MIRROR)
@@ -755,7 +757,7 @@ class Namespace:
                     item.lease.lease_id, _raw(item.blocks), _raw(item.generations)
                 )
                 for item in enqueued
-            ],
+            ] if enqueued else [],
             [
                 CompletedItem(
                     item.lease.lease_id, item.parent, item.parent_generation, _raw(item.blocks),
@@ -773,7 +775,7 @@ class Namespace:
     ) -> tuple[U32Array, U32Array]:
         blocks = self._checked_blocks(reply.canonical_blocks)
         generations = u32_array(reply.canonical_generations, what="canonical generations")
-        if len(blocks) != sum(len(item.blocks) for item in completed):
+        if len(blocks) != _count((), completed):
             raise InternalError(f"the daemon answered {len(blocks)} blocks of a mirror batch")
         at = 0
         for item in completed:
@@ -787,8 +789,7 @@ class Namespace:
                 item.lease._add("pinned", canonical, generations[at:end])
             item.lease.deadline_ns = reply.lease_deadline_ns
             at = end
-        self.counters.add("mirrored_blocks", len(blocks))
-        self.counters.add("bytes_mirrored", len(blocks) * self.geometry.block_stride_bytes)
+        self.counters.add_mirrored(len(blocks), len(blocks) * self.geometry.block_stride_bytes)
         return blocks, generations
 
     def _reserved(
@@ -1118,10 +1119,13 @@ class Namespace:
 
     def _checked_blocks(self, raw: bytes) -> U32Array:
         blocks = u32_array(raw, what="blocks")
-        if self.pool is not None and len(blocks) and int(blocks.max()) >= self.pool.num_blocks:
+        if self.pool is None or not len(blocks):
+            return blocks
+        highest = blocks.item() if len(blocks) == 1 else int(blocks.max())
+        if highest >= self.pool.num_blocks:
             raise InternalError(
-                f"the daemon named block {blocks.max()} of {self.pool.num_blocks}",
-                block=int(blocks.max()), num_blocks=self.pool.num_blocks,
+                f"the daemon named block {highest} of {self.pool.num_blocks}",
+                block=highest, num_blocks=self.pool.num_blocks,
             )  # fmt: skip
         return blocks
 
@@ -1137,7 +1141,12 @@ def _slices(count: int) -> Iterator[slice]:
 
 
 def _count(enqueued: Sequence[Enqueued], completed: Sequence[Completed]) -> int:
-    return sum(len(item.blocks) for item in enqueued) + sum(len(item.blocks) for item in completed)
+    count = 0
+    for item in enqueued:
+        count += len(item.blocks)
+    for done in completed:
+        count += len(done.blocks)
+    return count
 
 
 def _other_segment(name: str) -> ForeignSegment:

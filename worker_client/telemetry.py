@@ -29,6 +29,12 @@ class WorkerCounters:
         with self._lock:
             self._values[name] += amount
 
+    def add_mirrored(self, num_blocks: int, num_bytes: int) -> None:
+        """Count what a mirror's answer says: once a step."""
+        with self._lock:
+            self._values["mirrored_blocks"] += num_blocks
+            self._values["bytes_mirrored"] += num_bytes
+
     def snapshot(self) -> dict[str, float]:
         """The counters that are not 0."""
         with self._lock:
