@@ -55,6 +55,8 @@ class DemoReport:
     sizes: dict[str, Any] = field(default_factory=dict)
     phases: list[Phase] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    """What differed first, if anything did."""
 
     @property
     def is_good(self) -> bool:
@@ -211,6 +213,8 @@ def print_report(report: DemoReport) -> None:
         mark = "[green]ok[/]" if check.is_good else "[bold red]WRONG[/]"
         checks.add_row(mark, check.what, check.detail)
     console.print(checks)
+    for line in report.lines:
+        console.print(line, markup=False)
     sizes = report.sizes
     table = Table(
         "", *(phase.title for phase in report.phases), box=style, title_justify="left",

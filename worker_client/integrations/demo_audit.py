@@ -13,14 +13,18 @@ published, and read only for published blocks.
 Choices: the top-k of each token. The reference makes its own. Where the two differ because two
 scores are equal but for rounding, both are right, and no test of tokens can tell them apart from an
 error; so the reference checks with its own scores that it is such a tie, counts it, and then goes
-on with the choice that was made here. Any other difference is a wrong choice.
+on with the choice that was made here. Any other difference is a wrong choice. In bfloat16 the noise
+of the scores is as great as their distances, so that there are no ties to speak of: there the
+reference counts the rows that both chose, and always goes on with the choice that was made here.
 
 Used on the worker's compute thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import enum
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,17 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from hisparse_service.contract.geometry import HostGeometry
+from hisparse_service.contract.segment import BlockState
+from worker_client.host_pool import HostPool
+
+_DIGEST_BYTES = 16
+
+
+def page_digest(tokens: Sequence[int], end: int) -> bytes:
+    """A name for the rows of a page: they depend on all tokens up to its ``end``."""
+    return hashlib.blake2b(
+        np.asarray(tokens[:end], np.int64).tobytes(), digest_size=_DIGEST_BYTES
+    ).digest()
 
 
 class RowLedger:
@@ -42,6 +57,7 @@ class RowLedger:
         choices: Where the choices go; None where this rank notes nothing (all but rank 0).
 
     Attributes:
+        tokens_of: The tokens of a request, to be set before the first page is mirrored.
         checked_rows: Rows that were read from the host and compared, each layer's counted.
         wrong_rows: Those that differed.
         first_wrong: Where the first of them was, for people.
@@ -56,7 +72,20 @@ class RowLedger:
         self._geometry = geometry
         self._choices = choices
         self._rows: dict[tuple[str, int], npt.NDArray[np.uint8]] = {}
-        self._pages = _map_pages(path, geometry, num_blocks)
+        self.tokens_of: Callable[[str], Sequence[int]] = lambda _: ()
+        self._digests, self._pages = _map_pages(path, geometry, num_blocks)
+
+    def page(self, layer: int, host_block: int) -> npt.NDArray[np.uint8]:
+        """Rows of a layer in a host block, uint8 [block_size, row_bytes], as rank 0 computed them.
+
+        The indexer keys of the i-th leader are layer ``num_layers + i``.
+        """
+        rows: npt.NDArray[np.uint8] = self._pages[layer][host_block]
+        return rows
+
+    def digest(self, host_block: int) -> bytes:
+        """`page_digest` of the page that was mirrored to a host block last; zeros for none."""
+        return bytes(self._digests[host_block])
 
     def computed(
         self, layer: int, request_id: str, positions: torch.Tensor, rows: torch.Tensor
@@ -87,6 +116,8 @@ class RowLedger:
         if self._choices is None:
             return
         size = self._geometry.block_size
+        digest = page_digest(self.tokens_of(request_id), (page + 1) * size)
+        self._digests[host_block] = np.frombuffer(digest, np.uint8)
         for layer, pages in enumerate(self._pages):
             rows = self._rows[request_id, layer]
             pages[host_block] = rows[page * size : (page + 1) * size]
@@ -95,6 +126,21 @@ class RowLedger:
         """Forget the rows of a request."""
         for key in [key for key in self._rows if key[0] == request_id]:
             del self._rows[key]
+
+    def compare_pool(self, pool: HostPool) -> tuple[int, int]:
+        """Compare every published page of the pool with what was computed.
+
+        Returns:
+            Pages that were compared, and those of them with a wrong byte in some layer.
+        """
+        known = self._digests.any(axis=1)
+        published = np.asarray(pool.table["state"]) == int(BlockState.PUBLISHED)
+        blocks = np.flatnonzero(known & published)
+        wrong = np.zeros(len(blocks), bool)
+        for layer, pages in enumerate(self._pages):
+            held = pool.layer_view(layer)[torch.from_numpy(blocks)].numpy()
+            wrong |= (held != pages[blocks]).any(axis=(1, 2))
+        return len(blocks), int(wrong.sum())
 
     def read_from_host(self, layer: int, host_slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Compare rows with the ledger."""
@@ -112,20 +158,27 @@ class RowLedger:
         self.wrong_rows += count
 
 
-def _map_pages(path: Path, geometry: HostGeometry, num_blocks: int) -> list[npt.NDArray[Any]]:
-    """One array a layer, uint8 [num_blocks, block_size, row_bytes], over one sparse file."""
+def _map_pages(
+    path: Path, geometry: HostGeometry, num_blocks: int
+) -> tuple[npt.NDArray[np.uint8], list[npt.NDArray[Any]]]:
+    """Digests and rows over one sparse file.
+
+    Returns:
+        uint8 [num_blocks, digest], and one uint8 [num_blocks, block_size, row_bytes] a layer.
+    """
     widths = [geometry.place(layer, num_blocks).row_bytes for layer in range(geometry.num_layers)]
     sizes = [num_blocks * geometry.block_size * width for width in widths]
+    start = num_blocks * _DIGEST_BYTES
     with path.open("ab") as file:  # made by whichever rank comes first
-        file.truncate(sum(sizes))
+        file.truncate(start + sum(sizes))
     whole = np.memmap(path, np.uint8, "r+")
+    digests = whole[:start].reshape(num_blocks, _DIGEST_BYTES)
     pages: list[npt.NDArray[Any]] = []
-    start = 0
     for width, size in zip(widths, sizes, strict=True):
         shape = (num_blocks, geometry.block_size, width)
         pages.append(whole[start : start + size].reshape(shape))
         start += size
-    return pages
+    return digests, pages
 
 
 class Choices:
@@ -156,22 +209,36 @@ class Choices:
         np.savez(path, *self._files.values(), allow_pickle=False)
 
 
+class Settle(enum.Enum):
+    """When the reference goes on with a choice of the ranks instead of its own."""
+
+    TIES = "ties"
+    """Where the two differ in rows of equal score; other differences are wrong."""
+    ALWAYS = "always"
+    """Everywhere: scores are as noisy as they are far from each other."""
+
+
 class ChoiceCheck:
     """Compares the choices of the reference's indexers with those that the ranks made.
 
     Args:
         model: The reference; its indexers are wrapped for good.
         tolerance: Scores that differ by no more than this part of the greatest are equal.
+        settle: When to go on with the ranks' choice.
 
     Attributes:
         checked: Choices compared: one a token and index group.
         ties: Those that differ in rows of equal score.
-        wrong: Those that differ otherwise.
+        wrong: Those that differ otherwise (with TIES).
+        lanes: Rows that the reference chose.
+        common: Those of them that the ranks chose too.
     """
 
-    def __init__(self, model: Any, *, tolerance: float) -> None:
-        self.checked = self.ties = self.wrong = 0
+    def __init__(self, model: Any, *, tolerance: float, settle: Settle = Settle.TIES) -> None:
+        self.checked = self.ties = self.wrong = self.lanes = self.common = 0
+        self.by_group: dict[int, list[int]] = {}
         self._tolerance = tolerance
+        self._is_always = settle is Settle.ALWAYS
         self._choices: npt.NDArray[np.int16] | None = None
         leaders = [layer.self_attn.indexer for layer in model.model.layers]
         for group, indexer in enumerate(indexer for indexer in leaders if indexer is not None):
@@ -181,10 +248,18 @@ class ChoiceCheck:
         """Compare with this request's choices from now on."""
         self._choices = choices
 
-    def take(self) -> dict[str, int]:
-        """What was found since the last call."""
-        found = {"choices": self.checked, "ties": self.ties, "wrong_choices": self.wrong}
-        self.checked = self.ties = self.wrong = 0
+    def take(self) -> dict[str, Any]:
+        """What was found since the last call; lanes and common lanes of each index group too."""
+        found = {
+            "choices": self.checked,
+            "ties": self.ties,
+            "wrong_choices": self.wrong,
+            "lanes": self.lanes,
+            "common_lanes": self.common,
+            "by_group": [self.by_group[group] for group in sorted(self.by_group)],
+        }
+        self.checked = self.ties = self.wrong = self.lanes = self.common = 0
+        self.by_group = {}
         return found
 
     def _wrap(self, indexer: Any, group: int) -> None:
@@ -220,9 +295,18 @@ class ChoiceCheck:
         ours = _members(own[0].long(), positions, width)
         chosen = _members(theirs, positions, width)
         self.checked += len(positions)
+        lanes, common = int(ours.sum()), int((ours & chosen).sum())
+        self.lanes += lanes
+        self.common += common
+        group_lanes = self.by_group.setdefault(group, [0, 0])
+        group_lanes[0] += lanes
+        group_lanes[1] += common
         settled = own.clone()
         for token in (ours != chosen).any(dim=-1).nonzero().flatten().tolist():
             row = scores[0, token]
+            if self._is_always and int(chosen[token].sum()) == own.shape[-1]:
+                settled[0, token] = chosen[token].nonzero().flatten().to(own.dtype)
+                continue
             out, into = row[ours[token] & ~chosen[token]], row[chosen[token] & ~ours[token]]
             equal = self._tolerance * float(row[: int(positions[token]) + 1].abs().max())
             if len(out) == len(into) and float(out.max() - into.min()) <= equal:

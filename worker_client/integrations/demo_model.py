@@ -58,6 +58,8 @@ class DemoJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     seed: int
     device: Literal["cpu", "cuda"]
     dtype: Literal["float32", "bfloat16"]
+    decode: Literal["static", "graph"]
+    """How decode steps are run: one call after the other, or a CUDA graph that is replayed."""
     world_size: Annotated[int, Meta(ge=1)]
     group: str
     pool_bytes: int
@@ -147,6 +149,9 @@ def build_model(job: DemoJob) -> Any:
         pad_token_id=None,
         attn_implementation="eager",
     )
+    # The experts of transformers that never wait for the device, so that a step can be captured:
+    # the eager ones look which experts were hit, grouped_mm reads its offsets back in float32.
+    config._experts_implementation = "batched_mm"
     # Made on the CPU and then moved, so that every process and device has the same weights.
     torch.manual_seed(job.seed)
     model = GlmMoeDsaForCausalLM(config).eval()

@@ -29,7 +29,7 @@ from hisparse_service.contract.errors import HiSparseError, UsageError
 from worker_client.client import Client, CudaUse
 from worker_client.coordinator import Role
 from worker_client.events import EventDriver, TorchEventDriver
-from worker_client.integrations.demo_audit import ChoiceCheck, Choices, RowLedger
+from worker_client.integrations.demo_audit import ChoiceCheck, Choices, RowLedger, Settle
 from worker_client.integrations.demo_model import (
     DemoJob,
     build_model,
@@ -38,11 +38,12 @@ from worker_client.integrations.demo_model import (
     tier_sizes,
     weights_digest,
 )
+from worker_client.integrations.demo_twin import DeviceTwin
 from worker_client.integrations.generation import Generator, GeneratorOptions
-from worker_client.integrations.transformers import ModelShape
+from worker_client.integrations.transformers import DecodeMode, ModelShape, TieredModel
 
-_EQUAL_SCORES = {"float32": 1e-5, "bfloat16": 5e-2}
-"""Part of the greatest score by which sums of a type may differ when their order does."""
+_EQUAL_SCORES = 1e-5
+"""Part of the greatest score by which sums in float32 may differ when their order does."""
 
 Answer = dict[str, Any]
 Operation = Callable[[Mapping[str, Any]], Answer]
@@ -88,6 +89,7 @@ class DemoWorker:
                 (len(self.shape.index_groups), job.max_tokens, self.shape.top_k),
             )
         self.audit = RowLedger(directory / "rows.ledger", geometry, blocks, choices=self._choices)
+        self.twin: DeviceTwin | None = None
         self.generator = Generator(
             model,
             self.namespace,
@@ -96,11 +98,18 @@ class DemoWorker:
                 role=Role.WRITER if rank == 0 else Role.READER,
                 num_host_blocks=blocks,
                 cuda=CudaUse.REQUIRED if job.device == "cuda" else CudaUse.OFF,
+                decode=DecodeMode(job.decode),
                 audit=self.audit,
+                witness=self._make_twin,
                 event_driver=_event_driver(job),
             ),
         )
         self._logits: dict[str, list[np.ndarray[Any, Any]]] = {}
+
+    def _make_twin(self, tiers: TieredModel) -> DeviceTwin:
+        self.twin = DeviceTwin(tiers, self.audit)
+        self.audit.tokens_of = self.twin.tokens_of
+        return self.twin
 
     # --- commands -----------------------------------------------------------------------------
 
@@ -170,6 +179,7 @@ class DemoWorker:
         miss_rows = sum(swap.miss_rows for swap in swaps)
         forgotten = sum(swap.invalidated_rows for swap in swaps) + tiers.dropped_hot_rows
         own = coordinator.statistics
+        pool_pages, wrong_pages = self.audit.compare_pool(self.generator.host_pool)
         return {
             **{name: getattr(own, name) for name in own.__slots__},
             "engine_steps": self.generator.statistics.steps,
@@ -190,7 +200,12 @@ class DemoWorker:
             "checked_rows": self.audit.checked_rows,
             "wrong_rows": self.audit.wrong_rows,
             "first_wrong": self.audit.first_wrong,
+            "pool_pages": pool_pages,
+            "wrong_pool_pages": wrong_pages,
+            "mirrored_rows": self.generator.statistics.mirrored_rows,
+            "graph_replays": tiers.replays,
             "host_blocks_in_use": self._host_blocks_in_use(),
+            **(self.twin.report() if self.twin is not None else {}),
         }
 
     def _host_blocks_in_use(self) -> int:
@@ -224,47 +239,50 @@ def _event_driver(job: DemoJob) -> EventDriver | None:
 
 
 class Reference:
-    """The same model with its own cache: what every token and logit is compared with."""
+    """The same model with its own cache: what every token and logit is compared with.
+
+    In float32 it generates by itself. In bfloat16 no two orders of a sum agree, and one token that
+    is another makes all that follow others too; so it is given the tokens and the choices of rank 0
+    and, as a yardstick, computes the same in float32: what the ranks computed must be no further
+    from that than what the model computes with its own cache.
+    """
 
     def __init__(self, job: DemoJob) -> None:
         self.job = job
         self.model = build_model(job)
-        self.check = ChoiceCheck(self.model, tolerance=_EQUAL_SCORES[job.dtype])
+        self.is_exact = job.dtype == "float32"
+        settle = Settle.TIES if self.is_exact else Settle.ALWAYS
+        self.check = ChoiceCheck(self.model, tolerance=_EQUAL_SCORES, settle=settle)
+        self.yardstick: Any = None
+        if not self.is_exact:
+            self.yardstick = build_model(job).float()
+            self.yardstick_check = ChoiceCheck(
+                self.yardstick, tolerance=_EQUAL_SCORES, settle=settle
+            )
 
     def hello(self) -> Answer:
         """Nothing to tell."""
         return {}
 
     def run(self, command: Mapping[str, Any]) -> Answer:
-        """Generate one request greedily; its logits go to a file.
+        """Generate one request greedily; its logits go to a file, the yardstick's to another.
 
         The choices of the ranks lie in another: equal scores are settled as they were there.
         """
         index = int(command["index"])
         request = self.job.requests[index]
+        prompt, path = self.job.prompt(request), Path(str(command["logits"]))
+        given = None if self.is_exact else [int(token) for token in command["tokens"]]
         with np.load(Path(str(command["choices"])), allow_pickle=False) as choices:
-            self.check.begin(choices[f"arr_{index}"])
-        tokens, logits = self._generate(self.job.prompt(request), request.max_new_tokens)
-        np.save(Path(str(command["logits"])), logits, allow_pickle=False)
-        found = self.check.take()
-        return {"tokens": tokens, **found}
-
-    @torch.no_grad()
-    def _generate(
-        self, prompt: list[int], num_tokens: int
-    ) -> tuple[list[int], np.ndarray[Any, Any]]:
-        from transformers.cache_utils import DynamicCache
-
-        cache = DynamicCache(config=self.model.config)
-        ids = torch.tensor([prompt], device=self.model.device)
-        tokens: list[int] = []
-        rows: list[torch.Tensor] = []
-        for _ in range(num_tokens):
-            output = self.model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1)
-            rows.append(output.logits[0, -1].float().cpu())
-            tokens.append(int(rows[-1].argmax()))
-            ids = ids.new_tensor([[tokens[-1]]])
-        return tokens, torch.stack(rows).numpy()
+            chosen = choices[f"arr_{index}"]
+        self.check.begin(chosen)
+        tokens, logits = _generate(self.model, prompt, request.max_new_tokens, given)
+        np.save(path, logits, allow_pickle=False)
+        if self.yardstick is not None:
+            self.yardstick_check.begin(chosen)
+            exact = _generate(self.yardstick, prompt, request.max_new_tokens, given)[1]
+            np.save(path.with_suffix(".exact.npy"), exact, allow_pickle=False)
+        return {"tokens": tokens, **self.check.take()}
 
     @property
     def operations(self) -> Mapping[str, Operation]:
@@ -273,6 +291,25 @@ class Reference:
 
     def stop(self) -> None:
         """Nothing to give back."""
+
+
+@torch.no_grad()
+def _generate(
+    model: Any, prompt: list[int], num_tokens: int, given: list[int] | None
+) -> tuple[list[int], np.ndarray[Any, Any]]:
+    """Greedy tokens and their logits [tokens, vocabulary]; goes on with the given tokens."""
+    from transformers.cache_utils import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    ids = torch.tensor([prompt], device=model.device)
+    tokens: list[int] = []
+    rows: list[torch.Tensor] = []
+    for index in range(num_tokens):
+        output = model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1)
+        rows.append(output.logits[0, -1].float().cpu())
+        tokens.append(int(rows[-1].argmax()))
+        ids = ids.new_tensor([[tokens[-1] if given is None else given[index]]])
+    return tokens, torch.stack(rows).numpy()
 
 
 def _serve(process: DemoWorker | Reference, commands: TextIO, answers: TextIO) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -29,13 +29,14 @@ from worker_client.events import EventDriver, PeerEvents, WriterEvents, WriterTr
 from worker_client.host_pool import HostPool
 from worker_client.integrations.transformers import (
     Batch,
+    DecodeMode,
     RowAudit,
     StepMode,
     TieredModel,
     TierSizes,
 )
 from worker_client.mirror import CompletionTracker, EventTracker, ImmediateTracker, MirrorQueue
-from worker_client.requests import Admission, EndMode, PageMirror, StepWork
+from worker_client.requests import Admission, EndMode, PageMirror, StepPlan, StepWork
 from worker_client.swap_report import SwapReporter
 
 _POLL_S = 0.002
@@ -51,6 +52,27 @@ class MirrorAudit(RowAudit, Protocol):
 
     def ended(self, request_id: str) -> None:
         """The request computes nothing more."""
+        ...
+
+
+class StepWitness(Protocol):
+    """Sees every step that counts, from outside the tiers. For checks; slow."""
+
+    def admitted(self, request_id: str, request_slot: int, tokens: Sequence[int]) -> None:
+        """A request has this slot now."""
+        ...
+
+    def applied(self, plan: StepPlan) -> None:
+        """The next step's plan was carried out."""
+        ...
+
+    def stepped(self, batch: Batch, logits: torch.Tensor) -> None:
+        """The batch was computed and its results are used.
+
+        Args:
+            batch: What was computed.
+            logits: ``[B, vocab]``, as the model gave them.
+        """
         ...
 
 
@@ -81,6 +103,15 @@ class _Sequence:
 
 
 @dataclass(slots=True)
+class _RowsMirrored:
+    """Rows of a page that decode steps copied to its host block: ``first`` to before ``end``."""
+
+    host_block: int
+    first: int
+    end: int
+
+
+@dataclass(slots=True)
 class GenerationStatistics:
     """Counts since the generator was made."""
 
@@ -92,6 +123,8 @@ class GenerationStatistics:
     waits: int = 0
     """Times that a step had to wait for a publication."""
     longest_context: int = 0
+    mirrored_rows: int = 0
+    """Rows that decode steps copied to the host themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +136,10 @@ class GeneratorOptions:
         num_host_blocks: Blocks of the namespace's backing, the null block included.
         cuda: Whether the host pool is registered with CUDA.
         wait_timeout_s: How long a step waits for a publication.
+        decode: How decode steps are run. A writer's static steps mirror their rows themselves, so
+            that a captured step does all its copies.
         audit: Sees all rows.
+        witness: Makes what sees all steps.
         tracker: Tells when mirrors are complete; None for the device's own.
         event_driver: Shares the writer's events with the other ranks (see `events.py`), which then
             ask for its blocks when they are there. None: no sharing, everything else the same.
@@ -113,7 +149,9 @@ class GeneratorOptions:
     num_host_blocks: int
     cuda: CudaUse = CudaUse.AUTO
     wait_timeout_s: float = 30.0
+    decode: DecodeMode = DecodeMode.DYNAMIC
     audit: MirrorAudit | None = None
+    witness: Callable[[TieredModel], StepWitness] | None = None
     tracker: CompletionTracker | None = field(default=None)
     event_driver: EventDriver | None = None
 
@@ -137,7 +175,18 @@ class Generator:
         if options.role is Role.WRITER:
             namespace.take_writer()
         self._events = _share_events(namespace, options)
-        self.tiers = TieredModel(model, self.host_pool, sizes, audit=options.audit)
+        self._mirrors_rows = (
+            options.role is Role.WRITER and options.decode is not DecodeMode.DYNAMIC
+        )
+        self.tiers = TieredModel(
+            model,
+            self.host_pool,
+            sizes,
+            decode=options.decode,
+            mirrors_rows=self._mirrors_rows,
+            audit=options.audit,
+        )
+        self._witness = options.witness(self.tiers) if options.witness else None
         self.coordinator = HiSparseCoordinator(
             namespace,
             CoordinatorConfig(
@@ -164,6 +213,8 @@ class Generator:
         self._sequences: dict[str, _Sequence] = {}
         self._mirrored: set[str] = set()
         """Requests that the mirror queue knows."""
+        self._rows_mirrored: dict[tuple[str, int], _RowsMirrored] = {}
+        """By request and page: pages that decode steps are filling."""
 
     def _make_tracker(self) -> CompletionTracker:
         if isinstance(self._events, WriterEvents):
@@ -203,6 +254,8 @@ class Generator:
         self._sequences[request_id] = _Sequence(
             admission.request_slot, list(prompt), max_new_tokens
         )
+        if self._witness is not None:
+            self._witness.admitted(request_id, admission.request_slot, prompt)
         return admission
 
     def preempt(self, request_id: str) -> list[int]:
@@ -304,9 +357,25 @@ class Generator:
             tokens=tuple(tokens.values()),
         )
 
+    def _with_host_slots(self, batch: Batch) -> Batch:
+        """Say where a decode step mirrors its rows, once the step's pages are prepared."""
+        if not self._mirrors_rows or batch.mode is not StepMode.DECODE:
+            return batch
+        size = self.tiers.sizes.block_size
+        host_slots: list[int] = []
+        for request_id, start in zip(batch.request_ids, batch.starts, strict=True):
+            page = self.coordinator.pages(request_id)[start // size]
+            is_ours = page.host_block and request_id in self._mirrored and not page.is_published
+            host_slots.append(page.host_block * size + start % size if is_ours else -1)
+        return replace(batch, host_slots=tuple(host_slots))
+
     def _run(self, batch: Batch) -> list[Token]:
         self._prepare(batch)
-        logits = self.tiers.forward(batch).float().cpu()
+        batch = self._with_host_slots(batch)
+        # What the step copied to the host is complete with its logits: no block that it wrote to
+        # can be given away while a copy is under way.
+        on_device = self.tiers.forward(batch)
+        logits = on_device.float().cpu()
         # Before the results are used: whatever was read from the host was still what it was (I3).
         lost = self.coordinator.lost_requests()
         if lost:
@@ -314,8 +383,33 @@ class Generator:
             for request_id in lost:
                 self._recompute(request_id)
             return []
+        if self._witness is not None:
+            self._witness.stepped(batch, on_device)
+        self._note_rows(batch)
         self._commit(batch)
         return self._sample(batch, logits)
+
+    def _note_rows(self, batch: Batch) -> None:
+        """Remember which rows the step mirrored, until their page is whole."""
+        size = self.tiers.sizes.block_size
+        for request_id, start, slot in zip(
+            batch.request_ids, batch.starts, batch.host_slots, strict=False
+        ):
+            if slot < 0:
+                continue
+            (host_block, row), key = divmod(slot, size), (request_id, start // size)
+            known = self._rows_mirrored.get(key)
+            if known is None or (known.host_block, known.end) != (host_block, row):
+                known = self._rows_mirrored[key] = _RowsMirrored(host_block, row, row)
+            known.end = row + 1
+            self.statistics.mirrored_rows += 1
+
+    def _first_mirrored(self, mirror: PageMirror) -> int:
+        """From which row on decode steps mirrored a page to its end; the block size for none."""
+        size = self.tiers.sizes.block_size
+        known = self._rows_mirrored.pop((mirror.request_id, mirror.page), None)
+        is_whole = known is not None and (known.host_block, known.end) == (mirror.host_block, size)
+        return known.first if known is not None and is_whole else size
 
     def _prepare(self, batch: Batch) -> None:
         work = [
@@ -336,6 +430,8 @@ class Generator:
             if plan.mirror_step and isinstance(self._events, PeerEvents):
                 self._events.wait(plan.mirror_step)
             self.tiers.apply(plan)
+            if self._witness is not None:
+                self._witness.applied(plan)
             return
 
     def _commit(self, batch: Batch) -> None:
@@ -356,7 +452,8 @@ class Generator:
         if self.options.audit is not None:
             for mirror in mirrors:
                 self.options.audit.mirrored(mirror.request_id, mirror.page, mirror.host_block)
-        self.tiers.submit_mirrors(self._queue, mirrors)
+        spans = [self._first_mirrored(mirror) for mirror in mirrors]
+        self.tiers.submit_mirrors(self._queue, mirrors, spans)
         self._queue.seal()
         self.coordinator.enqueued(mirrors)
 
@@ -386,6 +483,8 @@ class Generator:
         if mode is EndMode.DISCARD and request_id in self._mirrored:
             self._queue.drop_request(request_id)
             self._mirrored.discard(request_id)
+        for key in [key for key in self._rows_mirrored if key[0] == request_id]:
+            del self._rows_mirrored[key]
         self.coordinator.finish(request_id, mode=mode)
         if self.options.audit is not None:
             self.options.audit.ended(request_id)

@@ -20,8 +20,7 @@ coordinator's. Used on the worker's compute thread only.
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -34,9 +33,23 @@ from hisparse_service.contract.errors import ConfigError, InternalError, UsageEr
 from hisparse_service.contract.geometry import HostGeometry, HostLayout, LayerGroup
 from worker_client.binding import init_hisparse_kv_cache
 from worker_client.host_pool import HostPool
+from worker_client.integrations.transformers_graph import StaticDecode
+from worker_client.integrations.transformers_steps import (
+    Batch,
+    DecodeMode,
+    RowSource,
+    Seen,
+    StaticInputs,
+    Step,
+    StepMode,
+    additive_mask,
+    distinct_lanes,
+    dynamic_step,
+    pad_lanes,
+)
 from worker_client.kernels.interface import GroupPages, KernelBackend
 from worker_client.layout import INDEXER_SUFFIX, build_kv_cache_config, make_layer_specs
-from worker_client.mirror import BlockMirror, MirrorQueue
+from worker_client.mirror import BlockMirror, MirrorQueue, RowMirror
 from worker_client.requests import PageMirror, PageRestore, StepPlan
 from worker_client.runtime import (
     HiSparseCacheHandle,
@@ -176,51 +189,6 @@ class RowAudit(Protocol):
         ...
 
 
-class StepMode(enum.Enum):
-    """What a forward pass computes."""
-
-    PREFILL = "prefill"
-    """A chunk of one request."""
-    DECODE = "decode"
-    """One token of each of several requests."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """One forward pass.
-
-    Attributes:
-        mode: See `StepMode`.
-        request_ids: Its requests.
-        request_slots: Their slots.
-        starts: Tokens of each that are computed already.
-        tokens: Tokens of each to compute: a chunk, or one for each request.
-    """
-
-    mode: StepMode
-    request_ids: tuple[str, ...]
-    request_slots: tuple[int, ...]
-    starts: tuple[int, ...]
-    tokens: tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
-class _Step:
-    """Tensors of the forward pass under way. B requests, S tokens each (B or S is 1)."""
-
-    batch: Batch
-    positions: torch.Tensor
-    """int64 [B, S]."""
-    slots: torch.Tensor
-    """int32 [B]: request slots."""
-    query_starts: torch.Tensor
-    """int32 [B + 1]."""
-    context: int
-    """Tokens of the longest request, this step's included."""
-    causal: torch.Tensor
-    """bool [B, 1, S, context]."""
-
-
 @dataclass(slots=True)
 class PrefillRows:
     """Where prefill chunks found their rows, counted once for each index group."""
@@ -230,22 +198,30 @@ class PrefillRows:
 
 
 @dataclass(frozen=True)
-class _ChunkRows:
-    """The rows that a prefill chunk attends to, the same for every layer of an index group.
+class _ChunkPlaces:
+    """Where the rows are that a prefill chunk attends to: for every layer of an index group.
 
     U distinct positions; S queries of k lanes.
     """
 
     lanes: torch.Tensor
     """int64 [S, k]: index among the U."""
-    mask: torch.Tensor
-    """[S, 1, 1, k]: 0, or the dtype's least value where a lane is empty."""
+    empty: torch.Tensor
+    """bool [S, k]."""
     resident: torch.Tensor
     """bool [U]."""
     physical_rows: torch.Tensor
     """int64 [resident]: in the device backing."""
     host_slots: torch.Tensor
     """int64 [U - resident]: in the host pool."""
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """The forward pass under way."""
+
+    step: Step
+    rows: RowSource
 
 
 class TieredAttention(nn.Module):
@@ -287,8 +263,8 @@ class TieredAttention(nn.Module):
         Returns:
             Output ``[B, S, hidden_size]``, nothing, and the top-k.
         """
-        inner, owner = self.inner, self._owner[0]
-        step = owner.step
+        inner, under_way = self.inner, self._owner[0].under_way
+        step, source = under_way.step, under_way.rows
         batch, length = hidden_states.shape[:2]
         q_resid = inner.q_a_layernorm(inner.q_a_proj(hidden_states))
         query = inner.q_b_proj(q_resid).view(batch, length, -1, inner.qk_head_dim).transpose(1, 2)
@@ -300,15 +276,17 @@ class TieredAttention(nn.Module):
         q_rot, k_rot = glm.apply_rotary_pos_emb_interleave(
             q_rot, k_rot.unsqueeze(1), *position_embeddings
         )
-        owner.store_rows(self, torch.cat((latent, k_rot.squeeze(1)), dim=-1))
+        rows = torch.cat((latent, k_rot.squeeze(1)), dim=-1)
+        step.seen.rows[self.layer] = rows
+        source.store_rows(self, rows, step)
         top_k = prev_topk_indices
         if inner.indexer is not None:
-            top_k = self._select(hidden_states, q_resid, position_embeddings, step)
+            top_k = self._select(hidden_states, q_resid, position_embeddings, under_way)
         if top_k is None:
             raise InternalError(f"layer {self.layer} follows no leader")
         query = torch.cat((q_pass, q_rot), dim=-1)
-        attend = self._decode if step.batch.mode is StepMode.DECODE else self._prefill
-        output = attend(query, top_k, step).reshape(batch, length, -1)
+        attend = self._decode if step.mode is StepMode.DECODE else self._prefill
+        output = attend(query, top_k, under_way).reshape(batch, length, -1)
         return inner.o_proj(output), None, top_k
 
     def _select(
@@ -316,48 +294,40 @@ class TieredAttention(nn.Module):
         hidden_states: torch.Tensor,
         q_resid: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        step: _Step,
+        under_way: _Pass,
     ) -> torch.Tensor:
         """The model's own indexer over this worker's keys; int32 [B, S, k], -1 = empty lane."""
+        step = under_way.step
         top_k: torch.Tensor = self.inner.indexer(
             hidden_states,
             q_resid,
             position_embeddings,
             step.causal[:, 0],
             step.positions,
-            cache=_IndexerKeys(self._owner[0], self),
+            cache=_IndexerKeys(under_way, self),
         )
         # With fewer tokens than k the indexer also returns positions that the mask shut out.
         top_k = top_k.masked_fill(top_k > step.positions.unsqueeze(-1), -1)
-        self._owner[0].audit_selected(self.group, top_k)
+        step.seen.top_k[self.group] = top_k
         return top_k
 
-    def _decode(self, query: torch.Tensor, top_k: torch.Tensor, step: _Step) -> torch.Tensor:
-        """Rows where `swap_in` put them. query [B, H, 1, D]; returns [B, 1, H, V]."""
-        handle, owner = self.hisparse_cache, self._owner[0]
-        with owner.timed_swap():
-            physical = handle.swap_in(
-                owner.pad_lanes(top_k[:, 0]),
-                request_slots=step.slots,
-                query_starts=step.query_starts,
-            )
-        if handle.runtime.is_group_leader:
-            owner.audit_swap(handle.runtime.index_group, self.group)
-        empty = physical < 0
-        rows = handle.runtime.hot.read(physical.clamp(min=0))
+    def _decode(self, query: torch.Tensor, top_k: torch.Tensor, under_way: _Pass) -> torch.Tensor:
+        """Rows of a token of each request. query [B, H, 1, D]; returns [B, 1, H, V]."""
+        lanes = pad_lanes(top_k[:, 0], self.hisparse_cache.runtime.config.top_k)
+        rows, empty = under_way.rows.decode_rows(self, lanes, under_way.step)
         key, value = self._expand(rows.unsqueeze(1))
-        mask = _additive(empty, query.dtype)[:, None, None, :]
+        mask = additive_mask(empty, query.dtype)[:, None, None, :]
         return self._attend(query, key, value, mask)
 
-    def _prefill(self, query: torch.Tensor, top_k: torch.Tensor, step: _Step) -> torch.Tensor:
+    def _prefill(self, query: torch.Tensor, top_k: torch.Tensor, under_way: _Pass) -> torch.Tensor:
         """Rows of all queries, each fetched once. query [1, H, S, D]; returns [S, 1, H, V]."""
-        owner = self._owner[0]
-        chunk = owner.chunk_rows(self, top_k[0], step)
-        key, value = self._expand(owner.fetch_rows(self, chunk)[None, None])
+        rows, lanes, empty = under_way.rows.chunk_rows(self, top_k[0], under_way.step)
+        mask = additive_mask(empty, query.dtype)[:, None, None, :]
+        key, value = self._expand(rows[None, None])
         # [1, H, U, D] to [S, H, k, D]: each query is a batch entry of its own.
-        key = key[0][:, chunk.lanes].transpose(0, 1)
-        value = value[0][:, chunk.lanes].transpose(0, 1)
-        return self._attend(query[0].transpose(0, 1).unsqueeze(2), key, value, chunk.mask)
+        key = key[0][:, lanes].transpose(0, 1)
+        value = value[0][:, lanes].transpose(0, 1)
+        return self._attend(query[0].transpose(0, 1).unsqueeze(2), key, value, mask)
 
     def _expand(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows [B, 1, n, row_width] to keys and values [B, H, n, D]."""
@@ -379,12 +349,14 @@ class TieredAttention(nn.Module):
 class _IndexerKeys:
     """What the model's indexer takes for its cache: one layer's keys of the step's requests."""
 
-    def __init__(self, owner: TieredModel, layer: TieredAttention) -> None:
-        self._owner, self._layer = owner, layer
+    def __init__(self, under_way: _Pass, layer: TieredAttention) -> None:
+        self._under_way, self._layer = under_way, layer
 
     def update_indexer(self, keys: torch.Tensor, _: int) -> torch.Tensor:
         """Store the step's keys [B, S, key_width]; return all [B, context, key_width]."""
-        return self._owner.store_keys(self._layer, keys)
+        step = self._under_way.step
+        step.seen.keys[self._layer.group] = keys
+        return self._under_way.rows.store_keys(self._layer, keys, step)
 
 
 @dataclass
@@ -404,15 +376,25 @@ class TieredModel:
             wrapped until `close`.
         host_pool: Attached, with `ModelShape.host_geometry`.
         sizes: Sizes of the tiers.
+        decode: How decode steps are run. GRAPH needs a model that can be captured: experts that run
+            without waiting for the device, as transformers' ``batched_mm`` does.
+        mirrors_rows: Whether static decode steps mirror their rows (the writer's do).
         audit: Sees rows, for checks.
 
     Raises:
-        ConfigError: Sizes that do not fit, another geometry in the host pool, or an attention
-            implementation other than ``eager``.
+        ConfigError: Sizes that do not fit, another geometry in the host pool, an attention
+            implementation other than ``eager``, or GRAPH without a CUDA device.
     """
 
     def __init__(
-        self, model: Any, host_pool: HostPool, sizes: TierSizes, *, audit: RowAudit | None = None
+        self,
+        model: Any,
+        host_pool: HostPool,
+        sizes: TierSizes,
+        *,
+        decode: DecodeMode = DecodeMode.DYNAMIC,
+        mirrors_rows: bool = False,
+        audit: RowAudit | None = None,
     ) -> None:
         if model.config._attn_implementation != "eager":
             raise ConfigError(
@@ -429,14 +411,19 @@ class TieredModel:
         """Entered around each swap: for who measures."""
         self.prefill_rows = PrefillRows()
         self.dropped_hot_rows = 0
+        self.last_seen = Seen()
+        """What left the model in the last `forward`."""
         expected = self.shape.host_geometry(block_size=sizes.block_size, layout=sizes.host_layout)
         if host_pool.geometry != expected:
             raise ConfigError("the host pool was attached with another geometry than the model's")
-        self._step: _Step | None = None
-        self._chunks: dict[int, _ChunkRows] = {}
+        self._pass: _Pass | None = None
+        self._chunks: dict[int, _ChunkPlaces] = {}
+        self._static: StaticDecode | None = None
         self._layers = self._wrap()
         try:
             self._bind(host_pool)
+            if decode is not DecodeMode.DYNAMIC:
+                self._static = self._make_static(decode, mirrors_rows=mirrors_rows)
         except BaseException:
             self.close()
             raise
@@ -508,6 +495,23 @@ class TieredModel:
         self._indexer = _bind_indexer(
             [caches[group[0] + INDEXER_SUFFIX] for group in names], host_pool, shape
         )
+
+    def _make_static(self, mode: DecodeMode, *, mirrors_rows: bool) -> StaticDecode:
+        num_pages = self.tables.input_block_tables[_INDEXER_GROUP].shape[1]
+        inputs = StaticInputs(
+            max_num_requests=self.sizes.max_num_requests,
+            context=num_pages * self.sizes.block_size,
+            device=self.device,
+            mirrors=mirrors_rows,
+        )
+        return StaticDecode(
+            inputs, lambda step: self._run(step, self), mode=mode, device=self.device
+        )
+
+    @property
+    def replays(self) -> int:
+        """Decode steps that were a replayed CUDA graph."""
+        return 0 if self._static is None else self._static.replays
 
     @property
     def index_groups(self) -> list[HiSparseIndexGroup]:
@@ -595,22 +599,45 @@ class TieredModel:
             self.backend.restore_blocks(pages=group.pages(), host_blocks=host, device_blocks=device)
             self._audit_pages(group.pages(), self.shape.index_groups[unit][0], host, device)
 
-    def submit_mirrors(self, queue: MirrorQueue, mirrors: Sequence[PageMirror]) -> None:
-        """Enqueue the copies of whole pages to the host, every unit of them."""
+    def submit_mirrors(
+        self, queue: MirrorQueue, mirrors: Sequence[PageMirror], spans: Sequence[int] = ()
+    ) -> None:
+        """Enqueue the copies of whole pages to the host, every unit of them.
+
+        Args:
+            queue: Takes note of them.
+            mirrors: The pages.
+            spans: For each page, its first row that decode steps mirrored already, and all behind
+                it; the block size where they mirrored none. Empty: none of any page.
+        """
+        size = self.sizes.block_size
         for mirror in mirrors:
             queue.add_block(mirror.request_id, mirror.page, mirror.host_block)
-        for unit, group in enumerate(self.index_groups):
+        firsts = spans or [size] * len(mirrors)
+        for unit, (pages, blocks) in enumerate(self._mirror_units(mirrors)):
+            whole: list[BlockMirror] = []
+            rest: list[RowMirror] = []
+            done: list[RowMirror] = []
+            for mirror, block, first in zip(mirrors, blocks, firsts, strict=True):
+                name, page = mirror.request_id, mirror.page
+                if first == size:
+                    whole.append(BlockMirror(name, page, block))
+                    continue
+                done.append(RowMirror(name, page, block, first, size - first))
+                if first:
+                    rest.append(RowMirror(name, page, block, 0, first))
+            queue.submit_blocks(unit, pages, whole)
+            queue.submit_rows(unit, pages, rest)
+            queue.note_rows(unit, done)
+
+    def _mirror_units(
+        self, mirrors: Sequence[PageMirror]
+    ) -> Iterator[tuple[GroupPages, list[int]]]:
+        """Each unit's pages, and where these pages lie in them."""
+        for group in self.index_groups:
             resident = group.leader.resident_source_index
-            queue.submit_blocks(
-                unit,
-                group.pages(),
-                [BlockMirror(m.request_id, m.page, m.resident_blocks[resident]) for m in mirrors],
-            )
-        queue.submit_blocks(
-            len(self.shape.index_groups),
-            self._indexer.pages,
-            [BlockMirror(m.request_id, m.page, m.indexer_block) for m in mirrors],
-        )
+            yield group.pages(), [mirror.resident_blocks[resident] for mirror in mirrors]
+        yield self._indexer.pages, [mirror.indexer_block for mirror in mirrors]
 
     # --- a forward pass ---------------------------------------------------------------------------
 
@@ -619,14 +646,50 @@ class TieredModel:
         """Compute the tokens of a batch; their pages must be prepared and applied.
 
         Returns:
-            Logits of each request's last token, ``[B, vocab]`` of the model's dtype.
+            Logits of each request's last token, ``[B, vocab]`` of the model's dtype; those of a
+            static step are valid until the next one.
+
+        Raises:
+            UsageError: The batch is neither a chunk nor a decode step.
         """
-        self._step = self._make_step(batch)
+        if self._static is not None and batch.mode is StepMode.DECODE:
+            self._static.prepare()
+            self._static.inputs.set(batch)
+            step, logits = self._static()
+        else:
+            step = dynamic_step(batch, self.device)
+            logits = self._run(step, self)
+        self._audit(batch, step)
+        self.last_seen = step.seen
+        return logits[: len(batch.request_ids)]
+
+    @torch.no_grad()
+    def forward_elsewhere(self, batch: Batch, rows: RowSource) -> tuple[torch.Tensor, Seen]:
+        """Compute a batch that `forward` just computed, in the same shapes, over other rows.
+
+        Args:
+            batch: The last one.
+            rows: Where its rows are kept and found; no tier and no table is touched.
+
+        Returns:
+            Logits as `forward` does, and what left the model.
+        """
+        if self._static is not None and batch.mode is StepMode.DECODE:
+            step = self._static.inputs.step()
+        else:
+            step = dynamic_step(batch, self.device)
+        return self._run(step, rows)[: len(batch.request_ids)], step.seen
+
+    def _run(self, step: Step, rows: RowSource) -> torch.Tensor:
+        """Run the model; returns the logits of the last tokens, [B, vocab]. May be captured."""
+        self._pass = _Pass(step, rows)
         self._chunks.clear()
         try:
+            if rows is self:
+                self._map_slots(step)
             logits: torch.Tensor = self.model(
-                input_ids=torch.tensor(batch.tokens, dtype=torch.long, device=self.device),
-                position_ids=self._step.positions,
+                input_ids=step.tokens,
+                position_ids=step.positions,
                 # A mapping is taken as it is: the wrapped layers make no use of the model's mask.
                 # Its keys are the layers' types, which earlier releases named otherwise.
                 attention_mask=dict.fromkeys(
@@ -635,118 +698,136 @@ class TieredModel:
                 use_cache=False,
                 logits_to_keep=1,
             ).logits
+            if rows is self and step.host_slots is not None:
+                self._mirror_step(step.host_slots)
         finally:
-            self._step = None
+            self._pass = None
         return logits[:, -1]
 
     @property
-    def step(self) -> _Step:
+    def under_way(self) -> _Pass:
         """The forward pass under way.
 
         Raises:
             UsageError: There is none: the wrapped model was called directly.
         """
-        if self._step is None:
+        if self._pass is None:
             raise UsageError(
                 "the model's attention layers are wrapped: run it through TieredModel.forward",
                 remedy="Or call TieredModel.close first",
             )
-        return self._step
+        return self._pass
 
-    def _make_step(self, batch: Batch) -> _Step:
-        length = len(batch.tokens[0])
-        is_decode = batch.mode is StepMode.DECODE
-        if any(len(t) != 1 for t in batch.tokens) if is_decode else len(batch.tokens) != 1:
-            raise UsageError("a batch is one chunk of one request, or one token of each")
-        starts = self._int64(batch.starts)
-        positions = starts[:, None] + torch.arange(length, device=self.device)
-        slots = self._int32(batch.request_slots)
-        context = max(batch.starts) + length
-        self._map_slots(positions, slots)
-        columns = torch.arange(context, device=self.device)
-        return _Step(
-            batch=batch,
-            positions=positions,
-            slots=slots,
-            query_starts=torch.arange(len(batch.tokens) + 1, dtype=torch.int32, device=self.device),
-            context=context,
-            causal=(columns <= positions.unsqueeze(-1)).unsqueeze(1),
-        )
-
-    def _map_slots(self, positions: torch.Tensor, slots: torch.Tensor) -> None:
+    def _map_slots(self, step: Step) -> None:
         """Fill the slot mappings of the indexer and resident groups with this step's tokens."""
         size = self.sizes.block_size
-        rows = slots.long()[:, None].expand_as(positions)
+        positions = step.positions.clamp(min=0)
+        rows = step.table_rows[:, None].expand_as(positions)
         for group in range(_INDEXER_GROUP, _FIRST_RESIDENT_GROUP + self.num_resident_groups):
             blocks = self.tables.input_block_tables[group][rows, positions // size].long()
-            mapped = (blocks * size + positions % size).flatten()
-            self.tables.slot_mappings[group][: mapped.shape[0]] = mapped
+            mapped = torch.where(step.positions < 0, -1, blocks * size + positions % size)
+            self.tables.slot_mappings[group][: mapped.numel()] = mapped.flatten()
 
-    def store_rows(self, layer: TieredAttention, rows: torch.Tensor) -> None:
+    def _mirror_step(self, host_slots: torch.Tensor) -> None:
+        """Copy the rows that a decode step wrote to the host, every unit of them."""
+        count = host_slots.shape[0]
+        for group in self.index_groups:
+            resident = _FIRST_RESIDENT_GROUP + group.leader.resident_source_index
+            self.backend.mirror_rows(
+                pages=group.pages(),
+                device_slots=self.tables.slot_mappings[resident][:count],
+                host_slots=host_slots,
+            )
+        self.backend.mirror_rows(
+            pages=self._indexer.pages,
+            device_slots=self.tables.slot_mappings[_INDEXER_GROUP][:count],
+            host_slots=host_slots,
+        )
+
+    def store_rows(self, layer: TieredAttention, rows: torch.Tensor, step: Step) -> None:
         """Write the step's latent rows [B, S, row_width] to the layer's resident pages."""
+        del step
         flat = rows.flatten(0, 1)
         view, slots = layer.hisparse_cache.write_target(flat.shape[0])
-        view.write_slots(slots, flat)
-        self._audit_computed(layer.layer, rows)
+        self._write(view.cache, slots, flat)
 
-    def store_keys(self, layer: TieredAttention, keys: torch.Tensor) -> torch.Tensor:
+    def store_keys(self, layer: TieredAttention, keys: torch.Tensor, step: Step) -> torch.Tensor:
         """Write the step's indexer keys [B, S, key_width]; return all [B, context, key_width]."""
-        step, size = self.step, self.sizes.block_size
         cache = self._indexer.caches[layer.group]
-        slots = self.tables.slot_mappings[_INDEXER_GROUP][: keys.shape[0] * keys.shape[1]]
-        cache[slots // size, slots % size] = keys.flatten(0, 1)
-        self._audit_computed(self.shape.num_layers + layer.group, keys)
-        num_pages = -(-step.context // size)
-        table = self.tables.input_block_tables[_INDEXER_GROUP][step.slots.long(), :num_pages]
+        flat = keys.flatten(0, 1)
+        self._write(cache, self.tables.slot_mappings[_INDEXER_GROUP][: flat.shape[0]], flat)
+        num_pages = -(-step.context // self.sizes.block_size)
+        table = self.tables.input_block_tables[_INDEXER_GROUP][step.table_rows, :num_pages]
         return cache[table.long()].flatten(1, 2)[:, : step.context]
 
-    def pad_lanes(self, top_k: torch.Tensor) -> torch.Tensor:
-        """Fill up int32 [B, <= k] with empty lanes: the plan's buffers have a fixed shape."""
-        missing = self.shape.top_k - top_k.shape[1]
-        return nn.functional.pad(top_k, (0, missing), value=-1) if missing else top_k
+    def _write(self, cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        """Store rows [n, width] in pages by slot [n]; without shapes that depend on values.
 
-    def chunk_rows(self, layer: TieredAttention, top_k: torch.Tensor, step: _Step) -> _ChunkRows:
-        """Find the rows of a chunk's top-k [S, k]; the leader's answer serves its followers."""
-        known = self._chunks.get(layer.group)
-        if known is None:
-            known = self._chunks[layer.group] = self._find_chunk_rows(layer, top_k, step)
-        return known
+        Padding writes the null block's first row back to where it is.
+        """
+        size = self.sizes.block_size
+        kept, places = slots >= 0, slots.clamp(min=0)
+        blocks, offsets = places // size, places % size
+        cache[blocks, offsets] = torch.where(kept[:, None], rows, cache[blocks, offsets])
+
+    def decode_rows(
+        self, layer: TieredAttention, top_k: torch.Tensor, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows where `swap_in` put them: see `RowSource`."""
+        handle = layer.hisparse_cache
+        with self.timed_swap():
+            physical = handle.swap_in(
+                top_k, request_slots=step.slots, query_starts=step.query_starts
+            )
+        empty = physical < 0
+        rows = handle.runtime.hot.read(physical.clamp(min=0))
+        # Whatever the null block holds must not get into a sum, not even times zero.
+        return rows.masked_fill(empty.unsqueeze(-1), 0), empty
+
+    def chunk_rows(
+        self, layer: TieredAttention, top_k: torch.Tensor, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows from resident pages, or staged out of the host pool: see `RowSource`.
+
+        The leader's places serve its followers.
+        """
+        places = self._chunks.get(layer.group)
+        if places is None:
+            places = self._chunks[layer.group] = self._find_chunk_rows(layer, top_k, step)
+        return self._fetch_rows(layer, places), places.lanes, places.empty
 
     def _find_chunk_rows(
-        self, layer: TieredAttention, top_k: torch.Tensor, step: _Step
-    ) -> _ChunkRows:
-        empty = top_k < 0
-        # An empty lane repeats the query's own row, which is resident, and is masked out.
-        lanes = torch.where(empty, step.positions[0].unsqueeze(-1), top_k.long())
-        positions, lanes = torch.unique(lanes, return_inverse=True)
+        self, layer: TieredAttention, top_k: torch.Tensor, step: Step
+    ) -> _ChunkPlaces:
+        positions, lanes, empty = distinct_lanes(top_k, step.positions[0])
         tables = layer.hisparse_cache.tables()
-        slot = step.batch.request_slots[0]
+        slot = step.table_rows[0]
         pages, rows = positions // tables.block_size, positions % tables.block_size
         device_blocks = tables.resident[slot, pages].long()
         host_blocks = tables.source[slot, pages].long()
         resident = device_blocks > 0
         if bool((~resident & (host_blocks == 0)).any()):
-            raise InternalError(f"request slot {slot} selects rows that are nowhere")
+            raise InternalError(f"request slot {int(slot)} selects rows that are nowhere")
         self.prefill_rows.resident += int(resident.sum())
         self.prefill_rows.staged += int((~resident).sum())
-        return _ChunkRows(
+        return _ChunkPlaces(
             lanes=lanes,
-            mask=_additive(empty, self.shape.dtype)[:, None, None, :],
+            empty=empty,
             resident=resident,
             physical_rows=(device_blocks * tables.block_stride_rows + rows)[resident],
             host_slots=(host_blocks * tables.block_size + rows)[~resident],
         )
 
-    def fetch_rows(self, layer: TieredAttention, chunk: _ChunkRows) -> torch.Tensor:
-        """The chunk's rows of one layer, [U, row_width]: resident ones, and staged ones."""
+    def _fetch_rows(self, layer: TieredAttention, places: _ChunkPlaces) -> torch.Tensor:
+        """A chunk's rows of one layer, [U, row_width]: resident ones, and staged ones."""
         runtime = layer.hisparse_cache.runtime
         rows = torch.empty(
-            (chunk.resident.shape[0], self.shape.row_width),
+            (places.resident.shape[0], self.shape.row_width),
             dtype=self.shape.dtype,
             device=self.device,
         )
-        rows[chunk.resident] = runtime.hot.read(chunk.physical_rows)
-        count = chunk.host_slots.shape[0]
+        rows[places.resident] = runtime.hot.read(places.physical_rows)
+        count = places.host_slots.shape[0]
         if count:
             index = runtime.layer_index
             staged = torch.empty(
@@ -754,12 +835,12 @@ class TieredModel:
             )
             runtime.index_group.backend.stage(
                 pages=runtime.index_group.pages().layers(index, index + 1),
-                host_slots=chunk.host_slots,
+                host_slots=places.host_slots,
                 out=staged,
             )
-            rows[~chunk.resident] = staged[0].view(self.shape.dtype)
+            rows[~places.resident] = staged[0].view(self.shape.dtype)
             if self.audit is not None:
-                self.audit.read_from_host(layer.layer, chunk.host_slots.cpu(), staged[0].cpu())
+                self.audit.read_from_host(layer.layer, places.host_slots.cpu(), staged[0].cpu())
         return rows
 
     # --- checks -----------------------------------------------------------------------------------
@@ -776,38 +857,39 @@ class TieredModel:
             if group.state is not None
         )
 
-    def _audit_computed(self, layer: int, rows: torch.Tensor) -> None:
+    def _audit(self, batch: Batch, step: Step) -> None:
+        """Show the audit what a pass computed, chose, and read from the host to decode."""
         if self.audit is None:
             return
-        step = self.step
-        for request_id, positions, own in zip(
-            step.batch.request_ids, step.positions, rows, strict=True
-        ):
-            self.audit.computed(layer, request_id, positions, own)
+        seen = step.seen
+        computed = [*seen.rows.items()]
+        computed += [(self.shape.num_layers + group, keys) for group, keys in seen.keys.items()]
+        for index, request_id in enumerate(batch.request_ids):
+            positions = step.positions[index]
+            for layer, rows in computed:
+                self.audit.computed(layer, request_id, positions, rows[index])
+            for leader, top_k in seen.top_k.items():
+                self.audit.selected(leader, request_id, positions, top_k[index])
+        if batch.mode is StepMode.DECODE:
+            for unit, group in enumerate(self.index_groups):
+                self._audit_swap(self.audit, group, unit, len(batch.request_ids))
 
-    def audit_selected(self, group: int, top_k: torch.Tensor) -> None:
-        """Show the audit what a leader chose for the step's tokens [B, S, k]."""
-        if self.audit is None:
-            return
-        step = self.step
-        for request_id, positions, own in zip(
-            step.batch.request_ids, step.positions, top_k, strict=True
-        ):
-            self.audit.selected(group, request_id, positions, own)
+    def _audit_swap(
+        self, audit: RowAudit, group: HiSparseIndexGroup, unit: int, num_requests: int
+    ) -> None:
+        """Show the audit every row that the last `swap_in` of a group copied, in all layers.
 
-    def audit_swap(self, group: HiSparseIndexGroup, group_index: int) -> None:
-        """Show the audit every row that the last `swap_in` of this group copied, in all layers."""
+        They are where it put them until the group's next one.
+        """
         plan = group.plan
-        if self.audit is None or plan is None:
+        if plan is None:
             return
-        counts = plan.miss_counts[: len(self.step.batch.request_ids)].tolist()
-        for request, count in enumerate(counts):
+        for request, count in enumerate(plan.miss_counts[:num_requests].tolist()):
             host_slots = plan.miss_source_rows[request, :count].cpu()
             device_rows = plan.miss_device_rows[request, :count]
-            layers = self.shape.index_groups[group_index]
-            for layer, runtime in zip(layers, group.runtimes, strict=True):
+            for layer, runtime in zip(self.shape.index_groups[unit], group.runtimes, strict=True):
                 rows = runtime.hot.read(device_rows).view(torch.uint8).cpu()
-                self.audit.read_from_host(layer, host_slots, rows)
+                audit.read_from_host(layer, host_slots, rows)
 
     def _audit_pages(
         self, pages: GroupPages, first_layer: int, host: torch.Tensor, device: torch.Tensor
@@ -880,18 +962,13 @@ def _bind_indexer(
     )
 
 
-def _additive(empty: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A mask to add to scores: nothing, or the least value where a lane is empty."""
-    mask = torch.zeros(empty.shape, dtype=dtype, device=empty.device)
-    return mask.masked_fill(empty, torch.finfo(dtype).min)
-
-
 def _name(layer: int) -> str:
     return f"model.layers.{layer}.self_attn"
 
 
 __all__ = [
     "Batch",
+    "DecodeMode",
     "ModelShape",
     "PrefillRows",
     "RowAudit",
