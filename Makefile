@@ -10,7 +10,8 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format unit faults conformance bench docs deploy-test clean
+.PHONY: help demo test lint format unit faults conformance bench bench-gpu performance docs \
+	deploy-test clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -65,6 +66,17 @@ faults: $(STAMP) ## Kill everything at every step, fuzz, storm; QUICK=1: a sampl
 
 bench: $(STAMP) ## Speed of the control plane and the pool, as ratios, both sides in one run
 	$(BIN)/python -m benchmarks
+
+# Runs with the Python that has CUDA's torch, not with .venv. ONLY=gather.single,resolve.hit runs a part.
+ONLY ?=
+bench-gpu: ## Speed of the kernels, on a machine with a GPU
+	@mkdir -p build
+	$(PYTHON) -m benchmarks.gpu.bench_kernels --out build/gpu-kernels.json --only "$(ONLY)" \
+		--commit "$$(git rev-parse --short HEAD)"
+
+performance: $(STAMP) ## docs/performance.md and its plots, from benchmarks/results
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt 'matplotlib>=3.8'
+	$(BIN)/python -m benchmarks.performance_page
 
 docs: $(STAMP) ## The documentation as a site in build/site; reference pages are written anew
 	$(BIN)/python docs/generate.py

@@ -27,7 +27,7 @@ CHAIN_US = 7_000
 SPIN_CYCLES = 6_000_000
 """About 3 ms: enqueueing hundreds of short products takes that long."""
 
-MAX_SLOW_DOWN = 0.10
+MAX_SLOW_DOWN_PERCENT = 10.0
 PAIRS = 7
 GRIDS = (4, 8, 12, 16, 24, 32)
 VARIANTS = ((256, 8), (512, 4), (512, 8), (1_024, 4))
@@ -131,17 +131,17 @@ def measure_beside(
     for _ in range(PAIRS):
         by_itself, _ = time_products(side, product, count, None)
         pairs.append((by_itself, *time_products(side, product, count, gathers, runs)))
-    ratios = [with_gather / by_itself - 1 for by_itself, with_gather, _ in pairs]
+    percents = [100 * (with_gather / by_itself - 1) for by_itself, with_gather, _ in pairs]
     report.add(
-        name, median(ratios), "slow-down", required=required,
-        least=round(min(ratios), 3), most=round(max(ratios), 3), kind=gathers.kind,
+        name, median(percents), "%", required=required,
+        least=round(min(percents), 1), most=round(max(percents), 1), kind=gathers.kind,
         product=product.shape.name, blocks=gathers.launch.blocks,
         threads=gathers.launch.threads, unroll=gathers.launch.unroll, cluster=gathers.cluster,
         gather_alone_gbs=round(alone_gbs, 2),
         gather_beside_gbs=round(median([rate for *_, rate in pairs]), 2),
         product_alone_us=round(median([alone for alone, *_ in pairs]) / count, 1),
     )  # fmt: skip
-    return median(ratios)
+    return median(percents)
 
 
 def make_gathers(
@@ -223,7 +223,9 @@ class Beside:
             for product in self._products.values():
                 name = f"beside_product.default.{kind}.{product.shape.name}"
                 if self._report.wants(name):
-                    measure_beside(self._report, name, product, usual, required=MAX_SLOW_DOWN)
+                    measure_beside(
+                        self._report, name, product, usual, required=MAX_SLOW_DOWN_PERCENT
+                    )
 
     def sizes(self, sizes_of: Callable[[CopyLaunch], Iterable[Size]]) -> None:
         """Other launch sizes; one that fails does not take the others with it."""

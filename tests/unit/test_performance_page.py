@@ -1,0 +1,138 @@
+"""docs/performance.md says what benchmarks/results holds; figures are found by their names."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import performance_page as page
+from benchmarks import performance_plots as plots
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_committed_page_is_what_the_results_give() -> None:
+    made = page.render(page.Results(), page.TEMPLATE.read_text())
+    assert made == page.PAGE.read_text(), "run make performance"
+
+
+def test_each_plot_of_the_page_is_there_and_no_other() -> None:
+    named = set(re.findall(r"images/performance/(\w+)\.svg", page.PAGE.read_text()))
+    assert named == {path.stem for path in page.PLOTS.glob("*.svg")}
+    assert named == {name for name, _, _ in plots.drawn(page.Results())}
+
+
+def test_every_required_figure_has_a_row_even_if_it_was_not_measured(tmp_path: Path) -> None:
+    rows = page.table_required(page.Results(tmp_path))
+    assert len(rows) == 2 + len(page.REQUIRED)
+    assert all("not measured" in row for row in rows[2:])
+
+
+def figure(name: str, value: float, **more: object) -> page.Result:
+    return {
+        "name": name, "value": value, "unit": "GB/s", "parameters": {}, "reference_value": None,
+        "ratio": None, "device": "a GPU", "driver": "1", "date": "2026-12-01", "commit": "abc",
+    } | more  # fmt: skip
+
+
+def results_of(directory: Path, **files: list[page.Result]) -> page.Results:
+    for name, listed in files.items():
+        (directory / f"{name}.json").write_text(json.dumps(listed))
+    return page.Results(directory)
+
+
+@pytest.mark.parametrize(
+    ("name", "unit", "value", "met"),
+    [
+        ("gather.group4.4753", "GB/s", 47.0, "yes"),
+        ("gather.group4.4753", "GB/s", 46.99, "**no**"),
+        ("resolve.hit.64", "us", 16.0, "yes"),
+        ("resolve.hit.64", "us", 16.01, "**no**"),
+    ],
+)
+def test_met_is_decided_by_the_measured_value(
+    tmp_path: Path, name: str, unit: str, value: float, met: str
+) -> None:
+    rows = page.table_required(results_of(tmp_path, gpu=[figure(name, value, unit=unit)]))
+    (row,) = (row for row in rows if f"`{name}`" in row)
+    assert f"| {met} | a |" in row
+
+
+def test_a_later_run_replaces_an_earlier_one_and_a_tie_is_refused(tmp_path: Path) -> None:
+    old, new = figure("link.h2d", 50.0), figure("link.h2d", 55.0, date="2026-12-02")
+    found = results_of(tmp_path, b_old=[old], a_new=[new]).get("link.h2d")
+    assert found is not None
+    assert found["value"] == 55.0
+    with pytest.raises(ValueError, match="same date"):
+        results_of(tmp_path, c_again=[new])
+
+
+def test_prose_cannot_name_a_figure_that_is_not_there(tmp_path: Path) -> None:
+    results = results_of(tmp_path, gpu=[figure("link.h2d", 55.52, parameters={"us": 1234.5})])
+    line = page.inline(results, "{{value link.h2d}} in {{fact link.h2d us}} us")
+    assert line == "55.5 GB/s in 1,234 us"
+    with pytest.raises(KeyError):
+        page.inline(results, "{{value link.d2h}}")
+
+
+def test_plots_are_the_same_bytes_for_the_same_figures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    results = page.Results()
+    for name in ("one", "two"):
+        plots.draw_all(results, tmp_path / name)
+    for path in (tmp_path / "one").glob("*.svg"):
+        assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
+
+
+torch = pytest.importorskip("torch")
+
+
+def test_each_required_figure_of_the_kernels_is_found_by_its_name() -> None:
+    from benchmarks.gpu.bench_kernels import STEMS, wanted_names
+
+    for each in page.REQUIRED:
+        if each.name == "attach.16gib":  # needs a daemon: bench_attach
+            continue
+        parts = [part for part in STEMS if wanted_names(part, (each.name,)) is not None]
+        assert len(parts) == 1, (each.name, parts)
+
+
+def test_a_sweep_runs_only_when_it_is_named() -> None:
+    from benchmarks.gpu.bench_kernels import wanted_names
+
+    assert wanted_names("sweep", ()) is None
+    assert wanted_names("sweep", ("gather",)) is None
+    assert wanted_names("sweep", ("sweep",)) == ()
+    assert wanted_names("single", ("gather",)) == ("gather",)
+    assert wanted_names("single", ("single",)) == ()
+    assert wanted_names("single", ("resolve",)) is None
+
+
+def test_the_sample_for_the_sanitizer_names_tests_that_exist() -> None:
+    from benchmarks.gpu.sanitize import SAMPLE
+
+    sources = [path.read_text() for path in (ROOT / "tests" / "gpu").glob("test_*.py")]
+    functions = re.findall(r"def (test_\w+)", "".join(sources))
+    for pattern in SAMPLE:
+        name = re.split(r"[.\\\[]", pattern)[0]
+        assert any(name in function for function in functions), pattern
+
+
+def test_counters_are_read_from_what_the_profiler_prints() -> None:
+    from benchmarks.gpu.counters import chosen, merge, parse_csv
+
+    said = """==PROF== Profiling "hs_resolve" - 0: 0%....100% - 5 passes
+"ID","Kernel Name","Block Size","dram__bytes_read.sum","gpu__time_duration.sum"
+"","","","Mbyte","us"
+"0","hs_resolve","(1024, 1, 1)","1,234.5","n/a"
+==PROF== Disconnected
+"""
+    (launch,) = merge([{"case": "resolve", "bytes": 0}], parse_csv(said))
+    assert launch["kernel"] == "hs_resolve"
+    assert launch["counters"]["dram__bytes_read.sum"] == {"value": 1234.5, "unit": "Mbyte"}
+    assert launch["counters"]["gpu__time_duration.sum"]["value"] == "n/a"
+    names = {"dram__bytes_read", "gpcmmu__hits"}
+    assert chosen(names) == ["dram__bytes_read.sum", "gpcmmu__hits.sum"]
