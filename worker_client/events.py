@@ -45,6 +45,7 @@ from hisparse_service.contract.messages import (
     event_handles,
 )
 from worker_client.client import Namespace
+from worker_client.mirror import check_not_capturing
 from worker_client.session import WhenAway
 
 __all__ = [
@@ -229,8 +230,9 @@ class WriterEvents:
         Not inside a captured region: behind the graph's replay.
 
         Raises:
-            UsageError: A step before the last one.
+            UsageError: A step before the last one, or inside a captured region.
         """
+        check_not_capturing("a writer's event")
         if step < self.last_step:
             raise UsageError(f"step {step} after step {self.last_step}: peers would miss the later")
         self._events[step % len(self._events)].record()

@@ -24,7 +24,12 @@ import torch
 
 from hisparse_service.contract import limits
 from hisparse_service.contract.crashpoints import crash_point, declare
-from hisparse_service.contract.errors import CapacityError, IllegalTransition, UsageError
+from hisparse_service.contract.errors import (
+    CapacityError,
+    DeviceError,
+    IllegalTransition,
+    UsageError,
+)
 from worker_client.kernels.interface import GroupPages, KernelBackend
 
 __all__ = [
@@ -36,6 +41,7 @@ __all__ = [
     "ImmediateTracker",
     "MirrorQueue",
     "RowMirror",
+    "check_not_capturing",
 ]
 
 
@@ -120,18 +126,47 @@ class EventTracker:
         self._free: list[Any] = []
 
     def record(self) -> Any:
-        """Record an event."""
+        """Record an event.
+
+        Raises:
+            UsageError: Inside a captured region: a replay would record nothing that can be asked.
+        """
+        check_not_capturing("an event that tells of completed mirrors")
         event = self._free.pop() if self._free else self._make_event()
         event.record()
         return event
 
     def is_complete(self, ticket: Any) -> bool:
-        """Ask the event."""
-        return bool(ticket.query())
+        """Ask the event.
+
+        Raises:
+            DeviceError: The device failed.
+        """
+        try:
+            return bool(ticket.query())
+        except RuntimeError as error:
+            raise DeviceError(
+                f"the device failed while rows were mirrored: {str(error).splitlines()[0]}",
+                remedy="Restart the worker: nothing that it had not published yet is",
+                call="cudaEventQuery",
+            ) from error
 
     def release(self, ticket: Any) -> None:
         """Keep the event for the next record."""
         self._free.append(ticket)
+
+
+def check_not_capturing(what: str) -> None:
+    """Refuse to record an event into a graph where it is meant for the host.
+
+    Raises:
+        UsageError: The current stream is being captured.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        raise UsageError(
+            f"{what} was recorded in a captured region",
+            remedy="record it behind each replay of the graph",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,6 +402,9 @@ class MirrorQueue:
 
     def note_rows(self, unit: int, mirrors: Sequence[RowMirror]) -> None:
         """Record copies that something else enqueued (a replayed graph), before `seal`.
+
+        Rows of tokens that were rejected already are not noted: what is noted behind an `accept`
+        is of the tokens that come next. A draft layer that writes late writes accepted tokens.
 
         Raises:
             UsageError: As `submit_rows`.

@@ -134,6 +134,8 @@ class PagedCacheView:
     def write_slots(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Store rows by slot (``block * block_size + row``); negative slots are padding.
 
+        On a GPU it may be captured in a graph.
+
         Args:
             slots: int64 ``[n]``.
             rows: ``[n, row_width]`` of the view's dtype.
@@ -147,8 +149,14 @@ class PagedCacheView:
                 f"{(slots.shape[0], self.row_width)}, got {rows.dtype} {tuple(rows.shape)}"
             )
         kept = slots >= 0
-        slots = slots[kept].long()
-        self.cache[slots // self.block_size, slots % self.block_size] = rows[kept]
+        if slots.device.type == "cpu":
+            slots, rows = slots[kept].long(), rows[kept]
+        else:
+            # No selection by mask, whose size the host would have to read: a captured graph cannot.
+            # Padding writes the null block's first row back to where it is.
+            slots = slots.clamp(min=0).long()
+            rows = torch.where(kept.unsqueeze(1), rows, self.cache[0, 0])
+        self.cache[slots // self.block_size, slots % self.block_size] = rows
 
 
 def _flatten(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

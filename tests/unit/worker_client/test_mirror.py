@@ -7,7 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hisparse_service.contract.errors import CapacityError, IllegalTransition, UsageError
+from hisparse_service.contract.errors import (
+    CapacityError,
+    DeviceError,
+    IllegalTransition,
+    UsageError,
+)
 from worker_client.kernels.interface import GroupPages
 from worker_client.kernels.reference import ReferenceBackend
 from worker_client.mirror import (
@@ -330,6 +335,32 @@ def test_events_are_polled_in_order_and_reused():
         events[0].done = events[1].done = True
         assert len(queue.poll()) == 1
     assert FakeEvent.made == 2
+
+
+def test_a_device_that_failed_is_a_device_error_and_publishes_nothing():
+    class Broken(FakeEvent):
+        def query(self):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    queue, _ = make_queue(num_units=1, tracker=EventTracker(Broken))
+    queue.open_request("a")
+    queue.add_block("a", 0, 5)
+    queue.note_rows(0, [whole("a", 0)])
+    queue.accept("a", SIZE)
+    queue.seal()
+    with pytest.raises(DeviceError, match=r"illegal memory access was encountered\. Restart"):
+        queue.poll()
+
+
+def test_completion_is_not_recorded_into_a_graph(monkeypatch):
+    """A replay records no event that the host could ask: everything would seem complete."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    queue, _ = make_queue(num_units=1, tracker=EventTracker(FakeEvent))
+    queue.open_request("a")
+    queue.add_block("a", 0, 5)
+    queue.note_rows(0, [whole("a", 0)])
+    with pytest.raises(UsageError, match="behind each replay"):
+        queue.seal()
 
 
 @settings(max_examples=100, deadline=None)
