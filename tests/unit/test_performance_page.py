@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -136,3 +137,46 @@ def test_counters_are_read_from_what_the_profiler_prints() -> None:
     assert launch["counters"]["gpu__time_duration.sum"]["value"] == "n/a"
     names = {"dram__bytes_read", "gpcmmu__hits"}
     assert chosen(names) == ["dram__bytes_read.sum", "gpcmmu__hits.sum"]
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.gpu import measure, workloads
+
+    monkeypatch.setattr(workloads, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(measure, "driver_version", lambda: "1")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_traces_keep_and_bring_back_what_their_kind_says() -> None:
+    from benchmarks.gpu.workloads import TRACES, Trace
+
+    never_seen = {}
+    for kind in TRACES:
+        trace = Trace(kind, requests=1, context=16_384)
+        steps = [set(trace.current.flatten().tolist())]
+        steps += [set(trace.advance().flatten().tolist()) for _ in range(12)]
+        assert all(len(step) == 2_048 for step in steps)
+        shared = {len(old & new) for old, new in itertools.pairwise(steps)}
+        assert shared == {round(2_048 * kind.kept_share)}, kind.name
+        never_seen[kind.name] = len(steps[-1] - set().union(*steps[:-1]))
+    assert never_seen["middle_high"] < never_seen["middle_low"] / 2
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_report_is_on_disk_at_every_figure_and_keeps_those_of_other_names(tmp_path: Path) -> None:
+    from benchmarks.gpu.measure import Report
+
+    path = tmp_path / "figures.json"
+    kept = [figure("gather.single.19009", 1.0), figure("link.h2d", 2.0)]
+    report = Report("abc", path=path, kept=kept)
+    report.add("gather.single.19009", 3.0, "GB/s", reference=2.0, required=42.0)
+    named = {each["name"]: each for each in json.loads(path.read_text())}
+    assert set(named) == {"gather.single.19009", "link.h2d"}
+    assert named["link.h2d"]["value"] == 2.0
+    assert named["gather.single.19009"]["ratio"] == 1.5
+    assert named["gather.single.19009"]["parameters"] == {"required": 42.0}
+    report.selected = ("gather.single.19009",)
+    assert report.wants("gather.single.")
+    assert not report.wants("gather.single.73339")
