@@ -162,7 +162,7 @@ def check_not_capturing(what: str) -> None:
     Raises:
         UsageError: The current stream is being captured.
     """
-    if torch.cuda.is_current_stream_capturing():
+    if torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing():
         raise UsageError(
             f"{what} was recorded in a captured region",
             remedy="record it behind each replay of the graph",
