@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -103,11 +104,14 @@ def kernel_filter(sanitizer: str) -> list[str]:
     return []
 
 
-def sample() -> list[str]:
+def sample(pytest_options: list[str]) -> list[str]:
     """Node ids of the sample."""
     command = [sys.executable, "-m", "pytest", TESTS, "--collect-only", "-q"]
     done = subprocess.run(
-        [*command, "-p", "no:cacheprovider"], capture_output=True, text=True, check=False
+        [*command, "-p", "no:cacheprovider", *pytest_options],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     nodes = [line for line in done.stdout.splitlines() if "::" in line]
     for pattern in unmatched(nodes):
@@ -163,13 +167,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--sanitizer")
     parser.add_argument("--limit-s", type=float, default=150.0, help="of each tool")
     parser.add_argument("--all", action="store_true", help="all tests of tests/gpu")
+    parser.add_argument("--pytest", default="", help="more options for pytest, as one word")
     parser.add_argument("--commit", default="unknown")
     options = parser.parse_args(arguments)
     sanitizer = find_sanitizer(options.sanitizer)
     if sanitizer is None:
         print("compute-sanitizer: not found; give --sanitizer PATH")
         return len(TOOLS)
-    tests = [TESTS] if options.all else sample()
+    more = shlex.split(options.pytest)
+    tests = [*more, *([TESTS] if options.all else sample(more))]
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     lines, details, unclean = [f"{date}, commit {options.commit}, {TESTS}"], [], 0
     for tool in TOOLS:
