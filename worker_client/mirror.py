@@ -162,7 +162,8 @@ def check_not_capturing(what: str) -> None:
     Raises:
         UsageError: The current stream is being captured.
     """
-    if torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing():
+    is_built = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+    if is_built and torch.cuda.is_current_stream_capturing():
         raise UsageError(
             f"{what} was recorded in a captured region",
             remedy="record it behind each replay of the graph",
