@@ -269,6 +269,11 @@ def _sample_metrics(make: Callable[[], Any]) -> Any:
         "sessions": {"by_state": {"workers": {"alive": 1}}},
         "pool": {f"{use}_bytes": 1 for use in ("directory", "tables", "payload", "free")},
         "helpers": {"http": {"alive": True, "restarts": 0, "permanent": True}},
+        "device": {
+            "devices": [
+                {"device_uuid": "", "context_bytes": 1, "child": "open", "backings": []},
+            ],
+        },
         "namespaces": [
             {
                 "namespace": 1, "name": "", "layout": "", "block_size": 64, "blocks": {"free": 1},

@@ -165,7 +165,7 @@ def allocate_kv_cache(
         layout: `KVCacheLayout`, ours or vLLM's.
         kernel_block_sizes: Tokens in a block of the views, by group index.
         allocate_device: Gives the backing, of zeros or with the rows that an earlier process left
-            on it (`device_backing.DeviceAllocator`); None: zeros of this process's own.
+            on it (`device_allocator.DeviceAllocator`); None: zeros of this process's own.
 
     Returns:
         ``[blocks, heads, rows, content]`` a layer; the raw int8 ``[size]`` backing for layers

@@ -10,8 +10,7 @@ next process opens it again and finds the rows that were written last. What it m
 - it is unmapped when the last tensor over it goes, and only then does the daemon hear that it may
   go to another process.
 
-`DeviceAllocator` puts the resident and hot rows on it: set it as a pool's `allocate_device`, and
-the binding functions take the device backing from there. Opening needs the device's context: the
+`device_allocator` puts resident and hot rows on it. Opening needs the device's context: the
 thread that owns the device. The rest: any thread.
 """
 
@@ -21,8 +20,6 @@ import contextlib
 import ctypes
 import enum
 import gc
-import hashlib
-import json
 import logging
 import os
 import threading
@@ -38,7 +35,6 @@ from hisparse_service.contract.errors import (
     ClosedError,
     ConfigError,
     DeviceError,
-    GeometryMismatch,
     HiSparseError,
     InternalError,
     LeaseError,
@@ -61,8 +57,8 @@ if TYPE_CHECKING:
     from worker_client.client import Client, Namespace
 
 __all__ = [
-    "CudaMemoryDriver", "DeviceAllocator", "DeviceBacking", "DeviceBackingMode", "DeviceBackings",
-    "DeviceFallback", "DeviceMemoryDriver", "Mapping", "device_layout_fingerprint",
+    "CudaMemoryDriver", "DeviceBacking", "DeviceBackingMode", "DeviceBackings",
+    "DeviceMemoryDriver", "Mapping",
 ]  # fmt: skip
 
 _LAZY_PEER_ACCESS: Final = 1
@@ -530,102 +526,3 @@ def _close_unless_used(backing: DeviceBacking) -> None:
         backing.close()
     except UsageError as error:
         logger.info("%s; it stays mapped until this process ends", error.message)
-
-
-# --- for the binding functions --------------------------------------------------------------
-
-
-def device_layout_fingerprint(kv_cache_config: Any) -> bytes:
-    """16 B: which layer's rows lie where on the device backing, and in what form.
-
-    Args:
-        kv_cache_config: `KVCacheConfig`, ours or vLLM's.
-    """
-    specs = {
-        name: _spec_text(group.kv_cache_spec, name)
-        for group in kv_cache_config.kv_cache_groups
-        for name in group.layer_names
-    }
-    placed = [
-        [list(tensor.layers), tensor.size, tensor.offset, tensor.layer_stride, tensor.block_stride,
-         int(kv_cache_config.num_blocks_of(tensor)), [specs.get(name) for name in tensor.layers]]
-        for tensor in kv_cache_config.kv_cache_tensors
-        if not tensor.host_resident
-    ]  # fmt: skip
-    text = json.dumps(placed, separators=(",", ":"))
-    return hashlib.blake2b(text.encode(), digest_size=limits.FINGERPRINT_BYTES).digest()
-
-
-def _spec_text(group_spec: Any, layer_name: str) -> list[Any]:
-    """Kind, block size and form of a row; not the whole spec, which may hold objects."""
-    from worker_client.specs import layer_spec
-
-    spec = layer_spec(group_spec, layer_name)
-    return [
-        type(spec).__name__,
-        *(str(getattr(spec, name, None)) for name in ("block_size", "head_size", "dtype")),
-    ]
-
-
-class DeviceFallback(enum.Enum):
-    """What `DeviceAllocator` does where the daemon cannot give device memory."""
-
-    OWN = "own"
-    """Allocate in this process, and say so in the log."""
-    RAISE = "raise"
-
-
-class DeviceAllocator:
-    """Gives the binding functions their device backing from the daemon.
-
-    Set it as a pool's `allocate_device` before `init_hisparse_kv_cache` or
-    `allocate_hisparse_kv_caches`; afterwards `backing` tells whether rows were found.
-
-    Args:
-        namespace: Opened.
-        name: Tells the backings of one rank apart.
-        mode: What to do with what is there.
-        fallback: What to do where there can be none.
-        driver: Stands in for CUDA.
-
-    Attributes:
-        backing: What the last call gave; None: it allocated in this process.
-    """
-
-    def __init__(
-        self,
-        namespace: Namespace,
-        *,
-        name: str = "",
-        mode: DeviceBackingMode = DeviceBackingMode.OPEN_OR_CREATE,
-        fallback: DeviceFallback = DeviceFallback.OWN,
-        driver: DeviceMemoryDriver | None = None,
-    ) -> None:
-        self._namespace = namespace
-        self._name = name
-        self._mode = mode
-        self._fallback = fallback
-        self._driver = driver
-        self.backing: DeviceBacking | None = None
-
-    def __call__(self, kv_cache_config: Any, device: torch.device, size_bytes: int) -> torch.Tensor:
-        """int8 [size_bytes] on the device: zeros, or the rows that were there.
-
-        Raises:
-            HiSparseError: The daemon's, with `DeviceFallback.RAISE`. A layout other than the one
-                that is there is `GeometryMismatch` either way: rows are not thrown away unasked.
-        """
-        import torch
-
-        try:
-            self.backing = self._namespace.device_backing(
-                size_bytes, layout=device_layout_fingerprint(kv_cache_config), name=self._name,
-                device=device, mode=self._mode, driver=self._driver,
-            )  # fmt: skip
-        except (ConfigError, CapacityError, DeviceError, PeerError) as error:
-            if self._fallback is DeviceFallback.RAISE or isinstance(error, GeometryMismatch):
-                raise
-            logger.warning("device rows are allocated in this process: %s", error)
-            self.backing = None
-            return torch.zeros(size_bytes, dtype=torch.int8, device=device)
-        return self.backing.tensor

@@ -76,7 +76,7 @@ class HostPool:
         ranges: [start, end) for CUDA registration, bytes from the payload's start.
         adopted: The backing was there before: it may hold prefixes.
         allocate_device: Gives the binding functions their device backing, see
-            `device_backing.DeviceAllocator`; None: they allocate it in this process.
+            `device_allocator.DeviceAllocator`; None: they allocate it in this process.
     """
 
     def __init__(

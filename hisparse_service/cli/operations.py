@@ -122,6 +122,52 @@ def _print_status(found: dict[str, Any]) -> None:
         )  # fmt: skip
     if rows:
         print_table(rows, list(rows[0]))
+    _print_devices(found["device"])
+
+
+def _print_devices(device: dict[str, Any]) -> None:
+    for each in device["devices"]:
+        print(
+            f"device {each['device_uuid']}  {human_bytes(each['used_bytes'])} of "
+            f"{human_bytes(device['limit_bytes'])} allocated for workers, context "
+            f"{human_bytes(each['context_bytes'])}, child {each['child']}"
+        )
+        rows = [
+            {
+                **backing, "size": human_bytes(backing["bytes"]),
+                "holder": backing["holder_session"] or "-", "pid": backing["holder_pid"],
+            }
+            for backing in each["backings"]
+        ]  # fmt: skip
+        if rows:
+            print_table(
+                rows,
+                ["backing", "namespace", "group", "rank", "name", "size", "state", "holder", "pid",
+                 "age_s", "idle_s"],
+            )  # fmt: skip
+
+
+def release_device(
+    config: ConfigOption = None,
+    instance: InstanceOption = None,
+    runtime_dir: RuntimeDirOption = None,
+    namespace: NamespaceOption = None,
+    device_uuid: Annotated[
+        str, typer.Option("--device", help="UUID of a GPU; all of them when left out")
+    ] = "",
+    timeout_s: TimeoutOption = 5.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Give back the namespace's device memory that no process holds, before its lease ends."""
+    from hisparse_service.contract import messages as m
+
+    with connect(config, instance, runtime_dir, timeout_s) as daemon:
+        namespace_id = _namespace(daemon, namespace)
+        count = daemon.ask(
+            m.CountReply,
+            m.ReleaseDeviceBacking(daemon.next_id(), namespace_id, "", device_uuid, "give_back"),
+        ).count
+    print(json.dumps({"released": count}) if as_json else f"released {count} device backings")
 
 
 def sessions(

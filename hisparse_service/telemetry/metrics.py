@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from hisparse_service.telemetry.backings import BackingView
+from hisparse_service.telemetry.device_metrics import device_metrics
 from hisparse_service.telemetry.histogram import LatencyHistogram
 from hisparse_service.telemetry.workers import WorkerTotals
 
@@ -94,6 +95,7 @@ def registry(metrics: ServerMetrics) -> CollectorRegistry:
             yield from _namespace_metrics(snapshot.get("namespaces", []))
             yield from _mirror_metrics(list(metrics.backings.values()))
             yield from _cuda_metrics(snapshot.get("cuda") or {})
+            yield from device_metrics(snapshot.get("device") or {})
             yield from _worker_metrics(metrics.workers)
 
     made = CollectorRegistry(auto_describe=False)
