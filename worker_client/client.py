@@ -412,8 +412,8 @@ class Namespace:
 
         Args:
             size_bytes: Of the tensor; zeros where nothing was there.
-            layout: 16 B, what lies where on it (`device_allocator.device_layout_fingerprint`): whoever finds it must
-                say the same.
+            layout: 16 B, what lies where on it (`device_allocator.device_layout_fingerprint`):
+                whoever finds it must say the same.
             device: This process's; torch's current one when None.
             name: Tells the backings of one rank apart.
             mode: What to do with what is there.
