@@ -37,9 +37,11 @@ from hisparse_service.pool.populate import (
 
 _TASK: Final = struct.Struct("<QIi")
 """Bytes of the segment, threads, method."""
-_WORD: Final = struct.Struct("<iIQ")
-"""errno (0: none), threads, bytes done; the last word of a success has `_DONE`."""
+_WORD: Final = struct.Struct("<iIiQ")
+"""errno (0: none), threads, method, bytes done; what went wrong follows as text. The last word of a
+success has `_DONE`."""
 _DONE: Final = -1
+_MAX_WORD_BYTES: Final = 1024
 _METHODS: Final = (None, *PopulateMethod)
 _MAX_FDS: Final = 1
 
@@ -85,8 +87,8 @@ class Reserver:
 
         Raises:
             Cancelled: `cancel` was set.
-            OSError: As there; ENOMEM where the child was killed, which is what the kernel does to a
-                process for which there is no memory.
+            OSError: As there, EIO for what is no error of a call; ENOMEM where the child was
+                killed, which is what the kernel does to a process for which there is no memory.
         """
         started = time.monotonic()
         task = _TASK.pack(size_bytes, threads, _METHODS.index(method))
@@ -98,16 +100,16 @@ class Reserver:
                 self.close()
                 raise Cancelled("population was cancelled")
             try:
-                word = self._socket.recv(_WORD.size)
+                word = self._socket.recv(_MAX_WORD_BYTES)
             except TimeoutError:
                 continue
             except OSError:
                 word = b""
-            if len(word) != _WORD.size:
+            if len(word) < _WORD.size:
                 raise OSError(errno.ENOMEM, "the process that reserves the pages was killed")
-            error, num_threads, done_bytes = _WORD.unpack(word)
+            error, num_threads, used, done_bytes = _WORD.unpack_from(word)
             if error > 0:
-                raise OSError(error, f"reserving the pages: {os.strerror(error)}")
+                raise OSError(error, word[_WORD.size :].decode(errors="replace"))
             elapsed_s = time.monotonic() - started
             if progress is not None:
                 progress(
@@ -118,7 +120,7 @@ class Reserver:
         _check_reserved(fd, size_bytes)
         return PopulateReport(
             total_bytes=size_bytes, elapsed_s=elapsed_s, threads=num_threads,
-            method=method or PopulateMethod.POPULATE_WRITE,
+            method=_METHODS[used] or PopulateMethod.POPULATE_WRITE,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -170,13 +172,19 @@ def _work(sock: socket.socket) -> None:
         report = populate(
             fd=fds[0], address=os_calls.address_of(mapping), size_bytes=size_bytes,
             threads=threads, method=_METHODS[method],
-            progress=lambda progress: _say(sock, 0, 0, progress.done_bytes),
+            progress=lambda progress: _say(sock, done_bytes=progress.done_bytes),
         )  # fmt: skip
     except OSError as error:
-        _say(sock, error.errno or errno.EIO, 0, 0)
-        return
-    _say(sock, _DONE, report.threads, size_bytes)
+        _say(sock, error.errno or errno.EIO, text=str(error.strerror))
+    except Exception as error:
+        _say(sock, errno.EIO, text=str(error))
+    else:
+        _say(sock, _DONE, report.threads, _METHODS.index(report.method), size_bytes)
 
 
-def _say(sock: socket.socket, error: int, threads: int, done_bytes: int) -> None:
-    sock.send(_WORD.pack(error, threads, done_bytes))
+def _say(
+    sock: socket.socket, error: int = 0, threads: int = 0, method: int = 0, done_bytes: int = 0,
+    *, text: str = "",
+) -> None:  # fmt: skip
+    word = _WORD.pack(error, threads, method, done_bytes)
+    sock.send((word + text.encode())[:_MAX_WORD_BYTES])

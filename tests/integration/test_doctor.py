@@ -363,6 +363,7 @@ def test_a_daemon_that_populates_or_drains_is_told(make_daemon: MakeDaemon, tmp_
     hold.touch()
     daemon = make_daemon(program=(HELD, "segment.after_truncate", str(hold)))
     wait_until(lambda: hold.with_suffix(".reached").exists())
+    wait_until((daemon.runtime_dir / "control.sock").exists)
     rows = doctor(*where(daemon))
     assert "0% of the pool is populated" in rows["daemon"][0]["found"]
     assert "not open yet" in rows["attach"][0]["found"]
