@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import types
@@ -137,6 +138,7 @@ class WorkerProcess:
         self.process = subprocess.Popen(
             [sys.executable, __file__, str(runtime_dir), device],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         )  # fmt: skip
         self.found = self.hear()
 

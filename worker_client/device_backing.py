@@ -338,9 +338,12 @@ class DeviceBacking:
                 mapping.close()
             except UsageError:
                 raise
-            except HiSparseError:
+            except HiSparseError as error:
                 self._forget()
-                raise
+                if not self._lost_why:
+                    raise
+                # Of a child that died: what CUDA says of its memory then is nobody's business.
+                logger.info("unmapping lost device memory: %s", error)
             self._forget()
         if not self._lost_why:
             _tell_released(self.namespace, self.name, self.device_uuid, action)
