@@ -72,6 +72,9 @@ _RECONNECT_MS: Final = 20
 _RECONNECT_MAX_MS: Final = 200
 _BYE_TIMEOUT_S: Final = 0.5
 _JOIN_TIMEOUT_S: Final = 10.0
+_NO_WAIT: Final = int(zmq.NOBLOCK)
+_send: Final = zmq.backend.Socket.send
+"""Without the layer above it that looks for options which only other kinds of sockets have."""
 _MAX_ATTEMPTS: Final = 4
 """Sessions that one request may see end before it gives up."""
 
@@ -377,12 +380,12 @@ class Session:
             )
         crash_point(_BEFORE_SEND)
         try:
-            self._socket.send(frame)
+            _send(self._socket, frame)
         except zmq.Again:
             self._away()
             raise self._unavailable("the daemon does not read its socket") from None
         crash_point(_AFTER_SEND)
-        reply = self._receive(request_id, deadline_s, closing=closing)
+        reply = self._receive(request_id, deadline_s, closing)
         crash_point(_AFTER_RECEIVE)
         if type(reply) is ErrorReply:
             if reply.code == UnknownSession.__name__:
@@ -392,15 +395,14 @@ class Session:
             raise _SessionGone
         return reply
 
-    def _receive(self, request_id: int, deadline_s: float, *, closing: bool) -> Reply:
+    def _receive(self, request_id: int, deadline_s: float, closing: bool) -> Reply:
         receive = self._socket.recv
         while True:
             now_s = time.monotonic()
+            flags = 0
             if deadline_s - now_s < _WAIT_SLICE_S:
                 self._socket.poll(max(0, int((deadline_s - now_s) * 1000)))
-                flags = int(zmq.NOBLOCK)
-            else:
-                flags = 0
+                flags = _NO_WAIT
             try:
                 frame = receive(flags)
             except zmq.Again:

@@ -12,7 +12,7 @@ import enum
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
 import zmq
 
@@ -143,17 +143,12 @@ class Dispatcher:
         self._authoriser = authoriser
         self._send = send
         self._read_monitor = read_monitor
-        self._ring: deque[Client] = deque()
-        """Clients with waiting requests, each once."""
+        self.waiting: deque[Client] = deque()
+        """Clients with waiting requests, each once; `run_slice` has something to do while any."""
         self._latency = {
             request_type: state.metrics.latency_of(request_type.__name__)
             for request_type in (*m.REQUEST_TYPES.values(), type(None))
         }
-
-    @property
-    def has_waiting(self) -> bool:
-        """Whether `run_slice` has something to do."""
-        return bool(self._ring)
 
     def on_frame(self, routing_id: bytes, frame: zmq.Frame) -> None:
         """Handle one frame of a connection."""
@@ -168,7 +163,7 @@ class Dispatcher:
                 # The routing id passed to another process: the session's own is gone.
                 end_session(state, client, DeathCause.DISCONNECTED)
                 client = None
-            request = m.decode_request(cast("bytes", frame.buffer))
+            request = m.decode_request(frame.buffer)  # type: ignore[arg-type]
             if client is None or type(request) is m.Hello:
                 reply = self._greet(routing_id, frame, request, started_ns / 1e9)
             else:
@@ -199,7 +194,7 @@ class Dispatcher:
 
     def run_slice(self, now_s: float) -> None:
         """One slice of the next session's first waiting request."""
-        client = self._ring.popleft()
+        client = self.waiting.popleft()
         if not client.pending:
             return
         pending = client.pending[0]
@@ -222,7 +217,7 @@ class Dispatcher:
             if self._state.taps:
                 self._tap(client, pending.request, reply, started_ns, ended_ns, pending.frame_bytes)
         if client.pending:
-            self._ring.append(client)
+            self.waiting.append(client)
 
     def _step(self, client: Client, pending: Pending, now_s: float) -> m.Reply | None:
         if pending.work is None:
@@ -324,7 +319,7 @@ class Dispatcher:
                 limit=MAX_IN_FLIGHT_PER_SESSION, value=len(waiting),
             )  # fmt: skip
         if not waiting:
-            self._ring.append(client)
+            self.waiting.append(client)
         waiting.append(Pending(request, now_s, frame_bytes, work))
 
     def _tap(

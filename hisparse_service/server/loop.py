@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from types import FrameType
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import zmq
 
@@ -39,6 +39,8 @@ STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 _NO_WAIT: Final = int(zmq.NOBLOCK)
 _MORE_NO_WAIT: Final = int(zmq.SNDMORE) | int(zmq.NOBLOCK)
 _EVENTS: Final = int(zmq.EVENTS)
+_send: Final = zmq.backend.Socket.send
+"""Without the layer above it that looks for options which only other kinds of sockets have."""
 _POLLIN: Final = int(zmq.POLLIN)
 
 log = get_logger()
@@ -65,6 +67,7 @@ class ControlLoop:
         self._state = state
         self._transport = transport
         self._router = transport.router
+        self._receive: Any = self._router.recv
         self._on_tick = on_tick
         self._on_signal = on_signal
         self._calls: deque[Callable[[], None]] = deque()
@@ -128,18 +131,22 @@ class ControlLoop:
             self._turn(dispatcher)
 
     def _turn(self, dispatcher: Dispatcher) -> None:
-        if dispatcher.has_waiting:
+        if dispatcher.waiting:
             began_s = time.monotonic()
             self._receive_burst(dispatcher)
             dispatcher.run_slice(began_s)
         else:
             try:
-                routing_id = self._router.recv()
+                routing_id = self._receive()
             except zmq.Again:  # nothing came for TICK_S
                 routing_id = None
             began_s = time.monotonic()
             if routing_id is not None:
-                self._handle(routing_id, dispatcher)
+                frame = self._receive(_NO_WAIT, False)
+                if routing_id == WAKE_ROUTING_ID or frame.more:
+                    self._handle_other(routing_id, frame, dispatcher)
+                else:
+                    dispatcher.on_frame(routing_id, frame)
         now_s = time.monotonic()
         self.last_turn_s = now_s
         if now_s >= self._next_tick_s:
@@ -155,17 +162,19 @@ class ControlLoop:
         for _ in range(BURST_MESSAGES):
             if not cast("int", self._router.get(_EVENTS)) & _POLLIN:
                 return
-            self._handle(self._router.recv(_NO_WAIT), dispatcher)
+            routing_id = self._receive(_NO_WAIT)
+            frame = self._receive(_NO_WAIT, False)
+            if routing_id == WAKE_ROUTING_ID or frame.more:
+                self._handle_other(routing_id, frame, dispatcher)
+            else:
+                dispatcher.on_frame(routing_id, frame)
 
-    def _handle(self, routing_id: bytes, dispatcher: Dispatcher) -> None:
-        """Answer the message whose first frame was received."""
-        frame = self._router.recv(_NO_WAIT, False)
+    def _handle_other(self, routing_id: bytes, frame: zmq.Frame, dispatcher: Dispatcher) -> None:
+        """The waker's message, or one that is not a request."""
         if routing_id == WAKE_ROUTING_ID:
             self._waker.run_ready()
         elif frame.more:
             dispatcher.on_wrong_frames(routing_id, self._skip_frames())
-        else:
-            dispatcher.on_frame(routing_id, frame)
 
     def _skip_frames(self) -> int:
         """Read off the rest of a message; the number of its frames."""
@@ -180,8 +189,8 @@ class ControlLoop:
         """Queue a reply; never waits."""
         try:
             # ROUTER_MANDATORY decides on the first frame; the second then has its place.
-            self._router.send(routing_id, _MORE_NO_WAIT)
-            self._router.send(frame, _NO_WAIT)
+            _send(self._router, routing_id, _MORE_NO_WAIT)
+            _send(self._router, frame, _NO_WAIT)
         except zmq.Again:
             return SendResult.NOT_READ
         except zmq.ZMQError as error:

@@ -133,7 +133,7 @@ class World:
         return self.ask(who, m.Hello, 1, 1, who.decode(), "", 0, 1, "", operator, **frame)
 
     def run_waiting(self) -> None:
-        while self.dispatcher.has_waiting:
+        while self.dispatcher.waiting:
             self.dispatcher.run_slice(0.0)
 
     def order(self) -> list[tuple[bytes, int]]:

@@ -26,7 +26,7 @@ class Echo:
     """Stands in for the dispatcher: sends each frame back, or does what a test says."""
 
     def __init__(self) -> None:
-        self.has_waiting = False
+        self.waiting = False
         self.slices = 0
         self.wrong: list[int] = []
         self.loop: ControlLoop
@@ -131,7 +131,7 @@ def test_messages_are_answered_in_order_and_several_frames_are_told_from_one(
 
 
 def test_i7_messages_are_answered_between_slices(world: World) -> None:
-    world.echo.has_waiting = True
+    world.echo.waiting = True
     world.client.send(b"one")
     world.client.send(b"stop")
     world.run()
