@@ -309,7 +309,7 @@ class ReplayedSteps:
             columns["at"].append(position)
         for name, values in columns.items():
             padding = [0 if name == "at" else -1] * (TOKENS - len(values))
-            into[name].copy_(torch.tensor(values + padding))
+            self._put(into[name], torch.tensor(values + padding))
 
     def _prepare(self) -> list[tuple[int, int]]:
         order = list(range(REQUESTS))
@@ -337,11 +337,20 @@ class ReplayedSteps:
                     want[layer, row, lane] = torch.tensor([first, first + WIDTH - 1])
         self.wanted.append(want)
         padding = [[-1] * TOP_K] * (TOKENS - len(positions))
-        self.inputs["positions"].copy_(torch.tensor(positions + padding, dtype=torch.int32))
-        self.inputs["request_slots"].copy_(torch.tensor([*order, -1], dtype=torch.int32))
         starts = [QUERY * index for index in range(REQUESTS + 1)]
-        self.inputs["query_starts"].copy_(torch.tensor([*starts, starts[-1]], dtype=torch.int32))
+        for name, values in (
+            ("positions", positions + padding),
+            ("request_slots", [*order, -1]),
+            ("query_starts", [*starts, starts[-1]]),
+        ):
+            self._put(self.inputs[name], torch.tensor(values, dtype=torch.int32))
         return tokens
+
+    def _put(self, into: torch.Tensor, values: torch.Tensor) -> None:
+        """In stream order and without waiting: the host runs ahead of the device."""
+        if self.device.type == "cuda":
+            values = values.pin_memory()
+        into.copy_(values, non_blocking=True)
 
     def _note(self, unit: int, tokens: list[tuple[int, int]]) -> None:
         self.queue.note_rows(

@@ -27,6 +27,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from hisparse_service.contract import limits
+from hisparse_service.contract.device_uuid import normal_device_uuid
 from hisparse_service.contract.errors import (
     DeviceError,
     HiSparseError,
@@ -129,8 +130,8 @@ class TorchEventDriver:
 
     @property
     def device_uuid(self) -> str:
-        """As the driver writes it."""
-        return str(torch.cuda.get_device_properties(self.device).uuid)
+        """In the spelling of `contract.device_uuid`."""
+        return normal_device_uuid(str(torch.cuda.get_device_properties(self.device).uuid))
 
     def create(self) -> tuple[SharedEvent, bytes]:
         """An event without timing, which IPC demands, and its handle."""
@@ -295,6 +296,7 @@ class PeerEvents:
 
     Attributes:
         failure: Why the writer's events could not be opened, or None.
+        writer_device_uuid: GPU that records them; empty without an offer.
     """
 
     def __init__(self, namespace: Namespace, driver: EventDriver) -> None:
@@ -305,6 +307,7 @@ class PeerEvents:
             driver: Opens the events.
         """
         self.failure: HiSparseError | None = None
+        self.writer_device_uuid = ""
         self._namespace = namespace
         self._driver = driver
         self._events: Sequence[SharedEvent] = ()
@@ -340,6 +343,7 @@ class PeerEvents:
             when_away=WhenAway.FAIL,
         )
         self._asked_epoch = reply.epoch
+        self.writer_device_uuid = reply.device_uuid
         if reply.handles and reply.writer_session == namespace.client.session_id:
             raise UsageError("this rank is the writer: it has the events that it made")
         known = (reply.epoch, reply.number)

@@ -230,6 +230,7 @@ def test_handles_that_cannot_be_opened_are_an_error_once_and_then_left_alone(
     with pytest.raises(DeviceError):
         events.refresh()
     assert isinstance(events.failure, DeviceError)
+    assert events.writer_device_uuid == "no-device"
     driver.refuses = False
     assert not events.refresh()
     assert not driver.opened
