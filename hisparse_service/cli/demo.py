@@ -57,8 +57,8 @@ Both distances are root mean squares over thousands of logits of the same tokens
 the same number of roundings: on the shipped text they differ by a few percent.
 """
 _LEAST_OVERLAP: Final = 0.98
-"""bfloat16: part of the chosen rows that the model chooses too. Elsewhere scores differ by less than
-their own rounding: a few rows in ten thousand, at the edge of the top-k."""
+"""bfloat16: part of the chosen rows that the model chooses too. The others are a few in a thousand,
+at the edge of the top-k, where scores differ by less than their own rounding."""
 _SHARED_BYTES: Final = 288
 _SHORTEST_PROMPT: Final = 900
 _PROMPT_STEP: Final = 130

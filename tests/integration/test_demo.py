@@ -52,6 +52,20 @@ def test_the_demonstration_proves_its_point_on_its_own_daemon():
     assert writer["control_messages"] <= writer["engine_steps"] + 3 * 2
 
 
+def test_in_bfloat16_each_step_is_equal_bit_for_bit_to_one_with_all_rows_on_the_device():
+    """Its sums agree in no two orders: the model's own cache proves less than in float32."""
+    done = run_demo(*SMALL, "--dtype", "bfloat16", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    what = [check["what"] for check in report["checks"]]
+    assert sum("equal bit for bit to all rows on the device" in each for each in what) == 4
+    assert sum("logits, by the model's own cache" in each for each in what) == 4
+    for rank in report["phases"][0]["ranks"] + report["phases"][1]["ranks"]:
+        assert rank["twin_logits"] >= 2 * 14
+        assert rank["twin_rows"] > rank["twin_choices"] > 0
+        assert rank["twin_pages"] > 0  # the twin read from the ledger what came from the host
+
+
 def test_a_damaged_host_row_is_found_and_fails_the_demonstration(make_daemon):
     """One bit of some rows in the pool, behind everyone's back; on somebody else's daemon."""
     daemon = make_daemon(pool_bytes="16MiB").wait_ready()
@@ -59,6 +73,9 @@ def test_a_damaged_host_row_is_found_and_fails_the_demonstration(make_daemon):
     assert done.returncode == FAILED, done.stderr
     lines = [line for line in done.stdout.splitlines() if "WRONG" in line]
     assert any("host rows" in line and "rank 1" in line for line in lines), done.stdout
+    # One bit in 320 bytes is a last digit of one value: the computation must notice it too.
+    assert any("equal bit for" in line and "rank 1" in line for line in lines), done.stdout
+    assert "layer" in done.stdout  # what differed first
     assert "FAILED" in done.stdout
 
 
@@ -95,9 +112,10 @@ def _is_running(process):
         (("--text", "/nonexistent/text"), CONFIG, "/nonexistent/text"),
         (("--requests", "32", "--text", __file__), CONFIG, "fewer --requests"),
         (("--pool-bytes", "much"), CONFIG, "much"),
+        (("--cuda-graphs",), CONFIG, "--cuda-graphs: there are none on --device cpu"),
         (("--no-such-option",), USAGE, "no-such-option"),
     ],
-    ids=["steps", "device", "no text", "short text", "size", "option"],
+    ids=["steps", "device", "no text", "short text", "size", "graphs", "option"],
 )
 def test_options_that_cannot_work_are_refused_at_once(arguments, status, says):
     done = run_demo(*arguments)

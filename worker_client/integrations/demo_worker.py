@@ -15,6 +15,7 @@ The answer to a command that failed is {"error": {"code": ..., "message": ...}}.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -174,6 +175,9 @@ class DemoWorker:
             self._choices.save(Path(str(command["choices"])))
         logits = {name: np.stack(rows) for name, rows in self._logits.items() if rows}
         np.savez(Path(str(command["logits"])), allow_pickle=False, **logits)
+        digest = hashlib.blake2b(digest_size=16)
+        for name in sorted(logits):
+            digest.update(logits[name].tobytes())
         coordinator, tiers = self.generator.coordinator, self.generator.tiers
         swaps = tiers.swap_statistics()
         miss_rows = sum(swap.miss_rows for swap in swaps)
@@ -204,6 +208,7 @@ class DemoWorker:
             "wrong_pool_pages": wrong_pages,
             "mirrored_rows": self.generator.statistics.mirrored_rows,
             "graph_replays": tiers.replays,
+            "logits_digest": digest.hexdigest(),
             "host_blocks_in_use": self._host_blocks_in_use(),
             **(self.twin.report() if self.twin is not None else {}),
         }

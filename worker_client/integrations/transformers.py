@@ -725,7 +725,7 @@ class TieredModel:
         rows = step.table_rows[:, None].expand_as(positions)
         for group in range(_INDEXER_GROUP, _FIRST_RESIDENT_GROUP + self.num_resident_groups):
             blocks = self.tables.input_block_tables[group][rows, positions // size].long()
-            mapped = torch.where(step.positions < 0, -1, blocks * size + positions % size)
+            mapped = (blocks * size + positions % size).masked_fill(step.positions < 0, -1)
             self.tables.slot_mappings[group][: mapped.numel()] = mapped.flatten()
 
     def _mirror_step(self, host_slots: torch.Tensor) -> None:
