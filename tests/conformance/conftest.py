@@ -34,6 +34,14 @@ def vllm() -> None:
     engine.init_ranks(0, 1, engine.free_port())
 
 
+@pytest.fixture(autouse=True)
+def patient_scheduler(monkeypatch) -> None:
+    """A lookup that a busy machine answers after a second finds nothing: not what is tested."""
+    from worker_client.integrations.vllm import host_blocks
+
+    monkeypatch.setattr(host_blocks, "_ANSWER_TIMEOUT_S", 30.0)
+
+
 @pytest.fixture
 def daemon() -> Iterator[object]:
     from real_daemon import running_daemon

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
+"""A daemon's start takes half a second, and more than 10 on a machine that is busy otherwise."""
 SHM = Path("/dev/shm")
 
 
@@ -55,6 +56,13 @@ class RealDaemon:
                 env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
 
+    def wait_listening(self) -> None:
+        """Clients give up connecting before a busy machine has started a daemon."""
+        wait_until(
+            lambda: (self.directory / "control.sock").exists() or self.process.poll() is not None,
+            "the daemon listens",
+        )
+
     @property
     def log(self) -> str:
         return (self.directory / "log").read_text(errors="replace")
@@ -89,6 +97,7 @@ class RealDaemon:
 def running_daemon(**settings: str) -> Iterator[RealDaemon]:
     daemon = RealDaemon(**settings)
     try:
+        daemon.wait_listening()
         yield daemon
     finally:
         daemon.end()

@@ -10,6 +10,7 @@ from real_daemon import running_daemon, wait_until
 from hisparse_service.contract.errors import ServiceUnavailable
 from hisparse_service.contract.geometry import HostGeometry, HostLayout, LayerGroup
 from worker_client import connect
+from worker_client.integrations.vllm import host_blocks
 from worker_client.integrations.vllm.host_blocks import HostBlocks, Publication
 from worker_client.integrations.vllm.settings import WhenAway
 
@@ -17,6 +18,12 @@ GEOMETRY = HostGeometry.make(
     layout=HostLayout.LAYER_MAJOR, block_size=16, groups=[LayerGroup(1, 64)]
 )
 NUM_BLOCKS = 33
+
+
+@pytest.fixture(autouse=True)
+def patient_scheduler(monkeypatch) -> None:
+    """A lookup that a busy machine answers after a second finds nothing: not what is tested."""
+    monkeypatch.setattr(host_blocks, "_ANSWER_TIMEOUT_S", 30.0)
 
 
 @pytest.fixture
