@@ -382,10 +382,14 @@ class PeerEvents:
     def wait(self, step: int) -> None:
         """Make the current stream wait for the writer's copies of a step, if they are in flight.
 
-        Not inside a captured region. Without open events it does nothing.
+        Without open events it does nothing.
+
+        Raises:
+            UsageError: Inside a captured region: the step is this replay's, not every one's.
         """
         if not self._events:
             return
+        check_not_capturing("a wait for a writer's event")
         event = self._events[step % len(self._events)]
         # Published rows are there: asking costs less than a wait in the stream.
         if not event.query():
