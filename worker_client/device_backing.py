@@ -22,10 +22,12 @@ import enum
 import gc
 import logging
 import os
+import select
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from hisparse_service.contract import limits
@@ -261,6 +263,7 @@ class DeviceBacking:
         self._lost_why = ""
         self._pid = os.getpid()
         self._mapping: Mapping | None = driver.open(reply.handle, reply.size_bytes, device)
+        self._owner_pidfd = _owner_pidfd(reply.owner_pid, reply.device_uuid)
 
     @property
     def is_closed(self) -> bool:
@@ -270,6 +273,7 @@ class DeviceBacking:
     @property
     def is_lost(self) -> bool:
         """Its memory is gone in the daemon: what is still mapped here means nothing any more."""
+        self._look_at_owner()
         return bool(self._lost_why)
 
     @property
@@ -288,13 +292,13 @@ class DeviceBacking:
         return tensor
 
     def check(self) -> None:
-        """For who keeps the tensor: before relying on its rows.
+        """For who keeps the tensor: before relying on its rows. Asks nobody, takes a microsecond.
 
         Raises:
             LeaseLost: The memory is gone.
             ClosedError: Closed before.
         """
-        if self._lost_why:
+        if self.is_lost:
             raise LeaseLost(
                 f"the device backing {self.name!r} on {self.device_uuid} is gone: "
                 f"{self._lost_why}",
@@ -303,6 +307,12 @@ class DeviceBacking:
             )  # fmt: skip
         if self._mapping is None:
             raise _closed()
+
+    def _look_at_owner(self) -> None:
+        """It dies with its daemon, long before another daemon could say so."""
+        with self._lock:
+            if self._owner_pidfd >= 0 and _has_ended(self._owner_pidfd):
+                self.lose("the daemon's child on this GPU ended")
 
     def lose(self, why: str) -> None:
         """The daemon has it no more."""
@@ -350,7 +360,35 @@ class DeviceBacking:
 
     def _forget(self) -> None:
         self._mapping = None
+        pidfd, self._owner_pidfd = self._owner_pidfd, -1
+        if pidfd >= 0:
+            os.close(pidfd)
         self.namespace.client.devices.forget(self)
+
+
+def _owner_pidfd(pid: int, device_uuid: str) -> int:
+    """Of the process that allocated; -1 where it cannot be seen from here: then the daemon tells.
+
+    The pid is the daemon's: in another PID namespace it may mean another process.
+    """
+    if pid <= 0:
+        return -1
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        return -1
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if device_uuid.encode() in command:
+            return pidfd
+    os.close(pidfd)
+    return -1
+
+
+def _has_ended(pidfd: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _closed() -> ClosedError:

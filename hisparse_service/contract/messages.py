@@ -445,6 +445,8 @@ class DeviceBackingReply(Reply, tag=35, frozen=True):
     size_bytes: int
     handle: bytes
     """CUDA IPC memory handle, 64 B."""
+    owner_pid: int
+    """Process that allocated it, as the daemon sees it: the memory ends with it."""
     adopted: bool
     """It was there before this session: its rows are those that the last holder wrote."""
 

@@ -29,7 +29,7 @@ def allocate_device_backing(
         request_id=request.request_id, epoch=state.options.epoch,
         ready=backing.state is BackingState.READY, backing_id=backing.backing_id,
         device_uuid=backing.key.device_uuid, size_bytes=backing.size_bytes,
-        handle=backing.handle, adopted=backing.is_adopted,
+        handle=backing.handle, owner_pid=backing.process.pid, adopted=backing.is_adopted,
     )  # fmt: skip
 
 

@@ -323,9 +323,17 @@ def test_i6_nothing_is_left_when_the_daemon_is_killed(world: World) -> None:
 # --- when it is gone ------------------------------------------------------------------------
 
 
+def hide_owner(backing: Any) -> None:
+    """As in another PID namespace: only the daemon's word tells that the memory is gone."""
+    assert backing._owner_pidfd >= 0
+    os.close(backing._owner_pidfd)
+    backing._owner_pidfd = -1
+
+
 def test_i3_who_holds_memory_of_a_dead_child_is_told(world: World) -> None:
     client = world.connect()
     backing = obtain(client)
+    hide_owner(backing)
     tensor = backing.tensor
     tensor.fill_(1)
     os.kill(world.devices()[0]["child_pid"], signal.SIGKILL)
@@ -342,6 +350,19 @@ def test_i3_who_holds_memory_of_a_dead_child_is_told(world: World) -> None:
     again.check()
 
 
+def test_i3_who_holds_memory_knows_at_once_that_it_is_gone_without_a_daemon(
+    world: World,
+) -> None:
+    """A killed daemon takes its children along, and may stay away for long."""
+    backing = obtain(world.connect())
+    child = world.devices()[0]["child_pid"]
+    backing.check()
+    world.daemon.kill()
+    wait_until(lambda: not Path(f"/proc/{child}/fd/0").exists(), what="the child to end")
+    with pytest.raises(LeaseLost, match="child on this GPU ended"):
+        backing.check()
+
+
 def test_i3_memory_of_a_dead_child_is_not_offered_to_the_next_process(world: World) -> None:
     world.worker().kill()
     wait_until(lambda: world.status()["sessions"]["workers"] == 0)
@@ -353,6 +374,7 @@ def test_i3_memory_of_a_dead_child_is_not_offered_to_the_next_process(world: Wor
 def test_i3_a_daemons_restart_is_told_and_other_memory_can_be_had(world: World) -> None:
     client = world.connect()
     backing = obtain(client)
+    hide_owner(backing)
     world.daemon.kill()
     world.daemon.start().wait_ready()
     wait_until(lambda: backing.is_lost, what="the client to hear of it")
