@@ -150,7 +150,7 @@ def build_model(job: DemoJob) -> Any:
         attn_implementation="eager",
     )
     # The experts of transformers that never wait for the device, so that a step can be captured:
-    # the eager ones look which experts were hit, grouped_mm reads its offsets back in float32.
+    # the eager ones look which experts were hit, grouped_mm may read its offsets back.
     config._experts_implementation = "batched_mm"
     # Made on the CPU and then moved, so that every process and device has the same weights.
     torch.manual_seed(job.seed)
