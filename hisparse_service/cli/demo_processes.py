@@ -27,7 +27,7 @@ _START_TIMEOUT_S: Final = 120.0
 """Importing torch and transformers takes some seconds, on a cold disk many."""
 _STOP_TIMEOUT_S: Final = 20.0
 _POLL_S: Final = 0.02
-_LOG_TAIL_BYTES: Final = 2_000
+_LOG_TAIL_BYTES: Final = 4_000
 
 
 class PrivateDaemon:
