@@ -73,7 +73,7 @@ class LimitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Deadlines and quotas."""
 
     heartbeat_interval_s: Seconds = limits.HEARTBEAT_INTERVAL_S
-    """How often clients are told to ping."""
+    """How often clients are told to ping; a third as often while they ask for nothing."""
     session_timeout_s: Seconds = limits.SESSION_TIMEOUT_S
     """Silence after which a session ends, where neither its process nor its socket told."""
     lease_ttl_s: Seconds = limits.LEASE_TTL_S

@@ -198,6 +198,9 @@ class Session:
         self._probed_s = 0.0
         self._counters_sent_s = 0.0
         self._heartbeat_s = limits.HEARTBEAT_INTERVAL_S
+        self._quiet_heartbeat_s = limits.HEARTBEAT_INTERVAL_S
+        self._heartbeat_reply_s = 0.0
+        """`_last_reply_s` of the last heartbeat: the same as long as nothing else was asked."""
         self._thread: threading.Thread | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
@@ -511,6 +514,8 @@ class Session:
         self._attaching = not is_first
         self.hello, self.epoch = reply, reply.epoch
         self._heartbeat_s = min(max(reply.heartbeat_interval_s, 0.05), limits.SESSION_TIMEOUT_S)
+        quiet_s = min(self._heartbeat_s * limits.MAX_QUIET_HEARTBEATS, reply.session_timeout_s / 5)
+        self._quiet_heartbeat_s = max(quiet_s, self._heartbeat_s)
         self._move(SessionState.ALIVE)
         if not is_first:
             self.counters.add("reconnects")
@@ -597,7 +602,9 @@ class Session:
             lease_ids = self.owner.leases_to_renew(time.monotonic_ns())
         silent_s = now_s - self._last_reply_s
         counters_due = now_s - self._counters_sent_s >= _COUNTERS_EVERY_S
-        if lease_ids or counters_due or silent_s >= self._heartbeat_s * 0.9:
+        is_quiet = self._last_reply_s == self._heartbeat_reply_s
+        wait_s = self._quiet_heartbeat_s if is_quiet else self._heartbeat_s
+        if lease_ids or counters_due or silent_s >= wait_s - self._heartbeat_s * 0.1:
             self._ping(lease_ids)
 
     def _probe(self, now_s: float) -> None:
@@ -633,3 +640,4 @@ class Session:
             if self.owner is not None and (part or pong.lost_device_backings):
                 self.owner.renewed(part, pong)
         self._counters_sent_s = time.monotonic()
+        self._heartbeat_reply_s = self._last_reply_s

@@ -75,6 +75,10 @@ MAX_IN_FLIGHT_PER_SESSION: Final = 64
 """Requests of one session that wait in the daemon; above it the oldest connection is slowed down
 by not reading it (its own queue fills, nobody else's)."""
 HEARTBEAT_INTERVAL_S: Final = 1.0
+MAX_QUIET_HEARTBEATS: Final = 3
+"""A client that asked for nothing since its last heartbeat sends the next one only after so many
+intervals, if the session's time-out has room for five of those. Its death is told by its pid and
+its socket all the same (I9)."""
 SESSION_TIMEOUT_S: Final = 15.0
 """Silence after which a session is dead even where neither its pid nor its socket tells."""
 QUARANTINE_S: Final = 600.0
@@ -137,6 +141,6 @@ assert MAX_KEYS * BLOCK_KEY_BYTES <= MAX_MESSAGE_BYTES
 assert MAX_FRAME_BYTES >= 2 * MAX_MESSAGE_BYTES
 assert MAX_BLOCKS_PER_MESSAGE * (BLOCK_KEY_BYTES + 8) <= MAX_MESSAGE_BYTES
 assert HEARTBEAT_INTERVAL_S * 3 <= ADOPTION_GRACE_S <= LEASE_TTL_S
-assert HEARTBEAT_INTERVAL_S * 5 <= SESSION_TIMEOUT_S < LEASE_TTL_S
+assert HEARTBEAT_INTERVAL_S * MAX_QUIET_HEARTBEATS * 5 <= SESSION_TIMEOUT_S < LEASE_TTL_S
 assert LOOKUP_SLICE_KEYS <= MAX_KEYS
 assert MAX_SESSIONS * MAX_NAMESPACES * MAX_SHARED_EVENTS * EVENT_HANDLE_BYTES <= 64 * MIB

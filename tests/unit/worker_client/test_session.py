@@ -24,6 +24,7 @@ from hisparse_service.contract.errors import (
 from hisparse_service.contract.messages import (
     Done,
     Hello,
+    HelloReply,
     Lookup,
     Ping,
     Pong,
@@ -239,6 +240,37 @@ def test_the_background_thread_finds_a_restarted_daemon_by_itself(session, daemo
 def test_heartbeats_flow_from_registration_on(session, daemon):
     """A worker that is idle before its first use must not be reaped."""
     wait_until(lambda: daemon.count(Ping) >= 2)
+
+
+@pytest.mark.parametrize(("session_timeout_s", "quiet_s"), [(150.0, 30.0), (75.0, 15.0)])
+def test_a_quiet_client_beats_less_often_and_leaves_room_for_five_in_the_time_out(
+    daemon, monkeypatch, session_timeout_s, quiet_s
+):
+    """Sixteen idle workers woke the daemon sixteen times a second for nothing."""
+    monkeypatch.setattr(session_module, "_COUNTERS_EVERY_S", 3600.0)
+    daemon.on[Hello] = lambda r: HelloReply(
+        r.request_id, daemon.epoch, 1, 1, 10.0, session_timeout_s, "fake", "0", "ipc://none"
+    )
+    session = Session(daemon.endpoint, Identity(client_name="t"))
+    session.open(timeout_s=10)
+
+    def beats_after(silent_s: float) -> bool:
+        """Whether the thread, which sleeps for 10 s, would beat after so much silence."""
+        before = daemon.count(Ping)
+        session._last_reply_s -= silent_s
+        session._heartbeat_reply_s -= silent_s
+        session._tick()
+        return daemon.count(Ping) > before
+
+    with session.lock:
+        assert beats_after(9.5)  # Hello was no heartbeat
+        assert not beats_after(quiet_s - 2)
+        assert beats_after(1.5)
+        ping(session)
+        assert not beats_after(8.5)
+        assert beats_after(1.0)
+        assert not beats_after(9.5)
+    session.close()
 
 
 def test_leases_are_renewed_though_traffic_is_recent(session, daemon, monkeypatch):
