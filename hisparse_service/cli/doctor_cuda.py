@@ -13,6 +13,8 @@ import subprocess
 import sys
 from typing import Any, Final
 
+from hisparse_service.contract.limits import MEMORY_HANDLE_BYTES
+
 _PATTERN: Final = bytes(range(256)) * 16
 _CHILD_S: Final = 30.0
 _LAZY_PEER_ACCESS: Final = 1
@@ -51,7 +53,8 @@ def _parent() -> None:
     _register_page()
     memory = _call("cuMemAlloc", len(_PATTERN))
     _call("cuMemcpyHtoD", memory, _PATTERN, len(_PATTERN))
-    handle = bytes(_call("cuIpcGetMemHandle", memory).reserved)
+    # By its address: cuda.bindings 13.5 names no fields of this structure.
+    handle = ctypes.string_at(int(_call("cuIpcGetMemHandle", memory).getPtr()), MEMORY_HANDLE_BYTES)
     child = subprocess.run(
         [sys.executable, "-m", "hisparse_service.cli.doctor_cuda", handle.hex()],
         capture_output=True, text=True, timeout=_CHILD_S, check=False,
@@ -67,7 +70,7 @@ def _child(handle_hex: str) -> None:
 
     _context()
     handle = driver.CUipcMemHandle()
-    handle.reserved = bytes.fromhex(handle_hex)
+    ctypes.memmove(int(handle.getPtr()), bytes.fromhex(handle_hex), MEMORY_HANDLE_BYTES)
     memory = _call("cuIpcOpenMemHandle", handle, _LAZY_PEER_ACCESS)
     found = bytearray(len(_PATTERN))
     _call("cuMemcpyDtoH", found, memory, len(_PATTERN))

@@ -298,10 +298,11 @@ def has_gpu(roots: Roots) -> bool:
 def check_driver(settings: Settings, roots: Roots) -> Iterator[Finding]:
     """The driver's version, and what it can register at once."""
     if not has_gpu(roots):
-        if settings.cuda.register:
+        wanted = _what_needs_cuda(settings)
+        if wanted:
             yield bad(
-                "driver", "cuda.register is on and no NVIDIA GPU is visible",
-                "Give the container a GPU (device plugin, --gpus), or set cuda.register to false",
+                "driver", f"{wanted} is on and no NVIDIA GPU is visible",
+                f"Give the container a GPU (device plugin, --gpus), or switch {wanted} off",
             )  # fmt: skip
         else:
             yield skipped("driver", "no NVIDIA GPU is visible here")
@@ -323,11 +324,19 @@ def check_driver(settings: Settings, roots: Roots) -> Iterator[Finding]:
         )  # fmt: skip
     else:
         yield good("driver", f"{version}; the pool is registered in ranges of at most {one}")
-    if settings.cuda.register and not _has_bindings():
+    wanted = _what_needs_cuda(settings)
+    if wanted and not _has_bindings():
         yield bad(
-            "driver", "cuda.register is on and cuda.bindings is not installed",
-            "Install hisparse-service[cuda], or set cuda.register to false",
+            "driver", f"{wanted} is on and cuda.bindings is not installed",
+            f"Install hisparse-service[cuda], or switch {wanted} off",
         )  # fmt: skip
+
+
+def _what_needs_cuda(settings: Settings) -> str:
+    """A setting that has the daemon call CUDA; empty: none."""
+    if settings.cuda.register:
+        return "cuda.register"
+    return "cuda.device_backing_bytes" if settings.cuda.device_backing_bytes else ""
 
 
 def _has_bindings() -> bool:

@@ -24,8 +24,12 @@ from hisparse_service.contract.keys import key_space
 from hisparse_service.server.runtime_directory import CONTROL_SOCKET_NAME
 from hisparse_service.telemetry.trace_file import Header, Recorded
 
-LEFT_OUT: Final = (m.Drain, m.SetLimits, m.Trace, m.Overview, m.Evict, m.ListBlocks)
-"""Operators' requests: they would stop or change the daemon that is played to."""
+LEFT_OUT: Final = (
+    m.Drain, m.SetLimits, m.Trace, m.Overview, m.Evict, m.ListBlocks, m.AllocateDeviceBacking,
+    m.ReleaseDeviceBacking,
+)  # fmt: skip
+"""Operators' requests: they would stop or change the daemon that is played to. And those that would
+take memory of its GPUs."""
 
 BlockId = tuple[int, int, int]
 """(recorded namespace, block, generation)"""

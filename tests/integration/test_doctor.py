@@ -260,6 +260,9 @@ def test_a_gpu_that_is_asked_for_and_not_there_is_found(tmp_path: Path) -> None:
     none = host.Roots(dev=tmp_path)
     (found,) = findings(host.check_driver(settings_of(cuda__register=True), none))
     expect(found, Verdict.BAD, "no NVIDIA GPU")
+    wanted = settings_of(cuda__device_backing_bytes=1 << 30)
+    (found,) = findings(host.check_driver(wanted, none))
+    expect(found, Verdict.BAD, "cuda.device_backing_bytes")
     (found,) = findings(host.check_driver(settings_of(), none))
     expect(found, Verdict.SKIPPED)
 
