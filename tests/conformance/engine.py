@@ -57,11 +57,8 @@ def host_page_bytes(spec: EngineSpec) -> int:
     return layers * spec.block_size * (656 if spec.fp8 else 1152)
 
 
-def make_config(spec: EngineSpec) -> Any:
-    """VLLM's configuration. HiSparse is set after the checks that ask for a GPU."""
-    import vllm.config as c
-    from vllm.config.attention import HiSparseConfig
-
+def write_model(spec: EngineSpec) -> Path:
+    """A model's directory, as far as vLLM's configuration reads it."""
     directory = Path(spec.directory)
     directory.mkdir(exist_ok=True, parents=True)
     values = {
@@ -75,6 +72,15 @@ def make_config(spec: EngineSpec) -> Any:
         "vocab_size": model.VOCABULARY, "torch_dtype": "bfloat16", "hidden_act": "silu",
     }  # fmt: skip
     (directory / "config.json").write_text(json.dumps(values))
+    return directory
+
+
+def make_config(spec: EngineSpec) -> Any:
+    """VLLM's configuration. HiSparse is set after the checks that ask for a GPU."""
+    import vllm.config as c
+    from vllm.config.attention import HiSparseConfig
+
+    directory = write_model(spec)
     model_config = c.ModelConfig(
         model=str(directory), skip_tokenizer_init=True, max_model_len=spec.max_model_len,
         dtype="bfloat16",

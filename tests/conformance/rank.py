@@ -2,6 +2,7 @@
 
 rank.py pair SPEC PORT PROMPT   rank 0 and the scheduler of an engine of two ranks
 rank.py rank SPEC PORT          rank 1 of it: takes scheduler outputs on stdin, pickled
+rank.py pool RANK SPEC PORT     one of two ranks, as far as its host pool
 rank.py doomed SPEC PROMPT      an engine that stops in the middle of a step and waits for SIGKILL
 rank.py read SPEC KEYS          no vLLM: reads the rows of published blocks through the service
 """
@@ -76,6 +77,31 @@ def run_pair(spec_json: str, port: str, prompt: str) -> None:
         other.close()
 
 
+def run_pool(rank: str, spec_json: str, port: str) -> None:
+    """Says what `ServiceHostPool.allocate` raised, or an empty string."""
+    import engine
+    import stand_ins
+    from vllm.v1.hisparse import runtime
+
+    from hisparse_service.contract.errors import HiSparseError
+    from worker_client.integrations.vllm import register
+
+    stand_ins.install()
+    register()
+    spec = engine.EngineSpec(**json.loads(spec_json))
+    engine.init_ranks(int(rank), 2, int(port))
+    config = engine.make_config(spec)
+    cache_config = engine.make_cache_config(spec, config)
+    pool = runtime.HiSparseHostPool(config, cache_config)
+    try:
+        pool.allocate(pool.plan.source_bytes)
+    except HiSparseError as error:
+        say(str(error))
+    else:
+        say("")
+        pool.shared_region.cleanup()
+
+
 def sessions(client: Any) -> list[dict[str, Any]]:
     from hisparse_service.contract.messages import ListReply, Sessions
 
@@ -137,5 +163,8 @@ def run_read(spec_json: str, hashes_json: str) -> None:
 
 
 if __name__ == "__main__":
-    programs = {"rank": run_rank, "pair": run_pair, "doomed": run_doomed, "read": run_read}
+    programs = {
+        "rank": run_rank, "pair": run_pair, "pool": run_pool, "doomed": run_doomed,
+        "read": run_read,
+    }  # fmt: skip
     programs[sys.argv[1]](*sys.argv[2:])

@@ -10,7 +10,7 @@ from conftest import endpoint_of
 from engine import expected_tokens
 from stand_ins import EVENTS
 
-from hisparse_service.contract.errors import ConfigError
+from hisparse_service.contract.errors import ConfigError, HiSparseError
 from hisparse_service.contract.segment import BlockState
 
 PROMPT = [(i * 37 + 5) % 1000 for i in range(100)]
@@ -387,6 +387,36 @@ def test_a_daemon_restarted_between_two_steps_disturbs_nothing(daemon, make_engi
     assert again.cached_tokens["b"] == 96
 
 
+def test_another_pool_in_the_place_of_the_old_one_ends_the_engine_and_the_next_one_works(
+    daemon, make_engine
+):
+    """As after `purge`: the engine's mapping is nobody's any more."""
+    from real_daemon import SHM, wait_until
+
+    engine = make_engine(endpoint_of(daemon))
+    engine.add("a", PROMPT, max_tokens=100)
+    for _ in range(6):
+        engine.step()
+    daemon.kill()
+    for name in daemon.segments():
+        (SHM / name).unlink()
+    daemon.start()
+    errors = []
+
+    def step_until_it_ends() -> bool:
+        try:
+            engine.step()
+        except HiSparseError as error:
+            errors.append(str(error))
+        return bool(errors)
+
+    wait_until(step_until_it_ends, "the engine ends")
+    assert "estart the engine" in errors[0], errors
+    engine.shutdown()
+    again = make_engine(endpoint_of(daemon))
+    assert again.generate("b", PROMPT) == expected_tokens(PROMPT, 4)
+
+
 def test_while_the_service_is_away_running_requests_go_on_and_new_ones_wait(daemon, make_engine):
     from real_daemon import wait_until
 
@@ -434,8 +464,6 @@ def test_with_when_away_fail_the_engine_ends_for_failover(daemon, make_engine):
 
 def test_an_engine_without_a_daemon_does_not_start_and_says_why(make_engine, tmp_path):
     from vllm.v1.hisparse import runtime
-
-    from hisparse_service.contract.errors import HiSparseError
 
     with pytest.raises(HiSparseError, match=r"daemon|socket|answer"):
         make_engine(str(tmp_path))

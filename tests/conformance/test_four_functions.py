@@ -20,6 +20,12 @@ CASES = int(os.environ.get("CONFORMANCE_CASES", "600"))
 SEED = int(os.environ.get("CONFORMANCE_SEED", "20261201"))
 DAMAGE = ("two_sizes", "two_hosts", "suffix", "host_hot", "source", "strides", "handle", "no_hot",
           "unregistered")  # fmt: skip
+FEATURES = {
+    "torch.uint8", "torch.bfloat16", "1 layers", "78 layers", "1 host tensors", "2 host tensors",
+    "0 drafts", "1 drafts", "2 drafts", "index groups of 1", "index groups of 4",
+    *(f"blocks of {size}" for size in (16, 32, 64, 128)),
+}  # fmt: skip
+"""What the generated cases that go through must have among them."""
 CPU = torch.device("cpu")
 
 
@@ -55,7 +61,8 @@ class Case:
         self.layout = generator.choice([KVCacheLayout.BLNHC, KVCacheLayout.BLHNC])
         self.block_size = generator.choice([16, 32, 64, 128])
         self.num_drafts = generator.choice([0, 0, 1, 2])
-        self.names = [f"layer.{i}" for i in range(generator.randint(1, 78))]
+        num_layers = generator.choice([1, 78, *[generator.randint(2, 77)] * 6])
+        self.names = [f"layer.{i}" for i in range(num_layers)]
         self.names += [f"draft.{i}" for i in range(self.num_drafts)]
         self.specs = self._specs()
         sizes = generator.choice([[MultipleOf(16)], [16], [64, 32]])
@@ -72,6 +79,7 @@ class Case:
 
         g = self.generator
         group, fp8, top_k = g.choice([1, 4]), g.random() < 0.5, g.choice([None, 64])
+        self.group_size = group
         mixed = self.num_drafts and g.random() < 0.4
         specs: dict[str, Any] = {}
         for i, name in enumerate(self.names):
@@ -142,6 +150,16 @@ class Case:
         if g.random() < 0.3:
             sizes[0] = g.choice([8, 4, sizes[0], 7])
         return config, sizes
+
+    def features(self, config: Any) -> set[str]:
+        """What of all that must be covered this case has."""
+        hosts = sum(tensor.host_resident for tensor in config.kv_cache_tensors)
+        formats = {str(self.specs[name].dtype) for name in self.names}
+        return formats | {
+            f"blocks of {self.block_size}", f"index groups of {self.group_size}",
+            f"{hosts} host tensors", f"{self.num_drafts} drafts", str(self.layout),
+            f"{len(self.names) - self.num_drafts} layers",
+        }  # fmt: skip
 
     def context(self) -> dict[str, Any]:
         """Attention layers with unbound handles of vLLM."""
@@ -255,8 +273,8 @@ def bound(handle: Any) -> tuple:
     )  # fmt: skip
 
 
-def check_case(generator: random.Random, errors: Errors) -> bool:
-    """One case; True when it went through to the binding."""
+def check_case(generator: random.Random, errors: Errors) -> set[str]:
+    """One case; what it covers when it went through the binding, else nothing."""
     from vllm.v1.hisparse import binding as theirs
 
     from worker_client import binding as ours
@@ -268,7 +286,7 @@ def check_case(generator: random.Random, errors: Errors) -> bool:
         errors,
     )
     if result is None:
-        return False
+        return set()
     assert list(result[0]) == list(result[1])
     assert result[0] == result[1]
     config, sizes = case.cache_config(result[0])
@@ -282,17 +300,29 @@ def check_case(generator: random.Random, errors: Errors) -> bool:
     )
     assert repr(config) == before
     if result is None:
-        return False
+        return set()
     assert list(result[0]) == list(result[1])
     for name in result[0]:
         assert description(result[0][name]) == description(result[1][name]), name
+    is_bound = check_binding(case, config, result, pools, errors)
+    return case.features(config) if is_bound else set()
+
+
+def check_binding(
+    case: Case, config: Any, caches: tuple[Any, Any], pools: tuple[Pool, Pool], errors: Errors
+) -> bool:
+    """Bind what both allocated; True when it went through."""
+    from vllm.v1.hisparse import binding as theirs
+
+    from worker_client import binding as ours
+
     contexts = (case.context(), case.context())
-    damage_before_binding(case, config, list(zip(result, contexts, pools, strict=True)))
+    damage_before_binding(case, config, list(zip(caches, contexts, pools, strict=True)))
     tables = case.tables(config)
     handles = both(
         *(
             lambda module=module, at=at: module.bind_hisparse_kv_caches(
-                forward_context=contexts[at], kv_cache_config=config, kv_caches=result[at],
+                forward_context=contexts[at], kv_cache_config=config, kv_caches=caches[at],
                 block_tables=tables, host_pool=pools[at],
             )
             for at, module in enumerate((theirs, ours))
@@ -301,9 +331,9 @@ def check_case(generator: random.Random, errors: Errors) -> bool:
     )  # fmt: skip
     if handles is None:
         return False
-    assert list(result[0]) == list(result[1])
-    assert [description(t) for t in result[0].values()] == [
-        description(t) for t in result[1].values()
+    assert list(caches[0]) == list(caches[1])
+    assert [description(t) for t in caches[0].values()] == [
+        description(t) for t in caches[1].values()
     ]
     assert len(handles[0]) == len(handles[1])
     for mine, yours in zip(*handles, strict=True):
@@ -314,16 +344,20 @@ def check_case(generator: random.Random, errors: Errors) -> bool:
 @pytest.mark.timeout(600)
 def test_generated_configurations_and_damage(vllm):
     errors = Errors()
+    bound: set[str] = set()
     num_bound = 0
     for number in range(CASES):
         generator = random.Random(SEED * 1_000_003 + number)
         try:
-            num_bound += check_case(generator, errors)
+            features = check_case(generator, errors)
         except BaseException as error:
             error.add_note(f"CONFORMANCE_SEED={SEED}, case {number}")
             raise
+        num_bound += bool(features)
+        bound |= features
     assert num_bound > CASES // 3
-    assert {"ValueError", "AssertionError"} <= set(errors)
+    assert {"ValueError", "AssertionError", "RuntimeError"} <= set(errors)
+    assert bound >= FEATURES, FEATURES - bound
 
 
 def _good_case() -> tuple[Case, Any, list[int]]:

@@ -17,7 +17,7 @@ import model
 import pytest
 from conftest import endpoint_of
 from engine import EngineSpec, expected_tokens
-from real_daemon import wait_until
+from real_daemon import running_daemon, wait_until
 from test_engine import PROMPT, counts
 
 HERE = Path(__file__).parent
@@ -121,24 +121,55 @@ def test_two_ranks_map_one_backing_and_serve_one_engine(daemon, tmp_path):
 
 
 @pytest.mark.timeout(300)
+def test_ranks_that_talk_to_two_daemons_are_refused(daemon, tmp_path):
+    """Rank 1 would read memory that rank 0 does not write."""
+    port = str(engine_module.free_port())
+    with running_daemon(pool_bytes="96MiB") as other:
+        ranks = []
+        for rank, endpoint in enumerate((endpoint_of(daemon), endpoint_of(other))):
+            spec = EngineSpec(
+                str(tmp_path / f"model{rank}"), endpoint=endpoint, world_size=2, instance="split"
+            )
+            ranks.append(Peer("pool", str(rank), as_json(spec), port))
+        try:
+            assert ranks[0].recv() == ""
+            assert "attached another pool" in ranks[1].recv()
+        finally:
+            for rank in ranks:
+                rank.close()
+
+
+@pytest.mark.timeout(300)
 def test_i9_an_engine_killed_in_a_step_leaves_its_published_blocks_and_nothing_else(
     daemon, make_engine, tmp_path
 ):
+    """And another engine of the same pool does not notice."""
+    other = make_engine(endpoint_of(daemon))
     spec = EngineSpec(str(tmp_path / "model"), endpoint=endpoint_of(daemon), instance="doomed")
     doomed = Peer("doomed", as_json(spec), json.dumps(PROMPT))
     try:
         assert doomed.recv() > 0
-        assert counts(daemon)["blocks"]["reserved"] > 0
+        other.add("d", [3, *PROMPT], max_tokens=30)
+        for _ in range(5):
+            other.step()
+        held = other.connector.service.host
+        assert counts(daemon)["blocks"]["reserved"] > held.num_reserved > 0
         os.kill(doomed.process.pid, signal.SIGKILL)
         doomed.process.wait()
-        wait_until(lambda: counts(daemon)["blocks"]["reserved"] == 0, "blocks return")
+        other.step()
+        wait_until(
+            lambda: counts(daemon)["blocks"]["reserved"] == held.num_reserved, "blocks return"
+        )
     finally:
         doomed.close()
+    other.run()
+    assert other.outputs["d"] == expected_tokens([3, *PROMPT], 30)
+    assert other.generate("b", PROMPT) == expected_tokens(PROMPT, 4)
+    assert other.cached_tokens["b"] == 96
+    tokens = [7, *PROMPT]
+    assert other.generate("c", tokens) == expected_tokens(tokens, 4)
+    other.shutdown()
+    wait_until(lambda: counts(daemon)["blocks"]["reserved"] == 0, "all blocks return")
     now = counts(daemon)["blocks"]
     assert now["pinned"] == 0
     assert now["free"] + now["published"] == now["capacity"]
-    engine = make_engine(endpoint_of(daemon))
-    assert engine.generate("b", PROMPT) == expected_tokens(PROMPT, 4)
-    assert engine.cached_tokens["b"] == 96
-    tokens = [7, *PROMPT]
-    assert engine.generate("c", tokens) == expected_tokens(tokens, 4)

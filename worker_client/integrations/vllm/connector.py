@@ -6,7 +6,7 @@ forward. Worker: the indexer's keys of a page are copied to the host with the pa
 such hits. Both in stream order, with vLLM's own copy stream, events and descriptors.
 
 `connector_class` makes the class below vLLM's; for an engine without an endpoint it gives back
-vLLM's own object. Scheduler thread and worker main thread.
+vLLM's own object. Needs vLLM. Scheduler thread and worker main thread.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import functools
 import logging
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from hisparse_service.contract.errors import HiSparseError
 from worker_client.client import Client
@@ -25,8 +26,21 @@ from worker_client.integrations.vllm.block_pool import BlockKeys
 from worker_client.integrations.vllm.connection import Role, open_namespace
 from worker_client.integrations.vllm.host_blocks import HostBlocks
 from worker_client.integrations.vllm.identity import HostPlan, index_group_id, plan_host
+from worker_client.integrations.vllm.metrics import (
+    ServicePromMetrics,
+    make_stats,
+    scheduler_stats,
+)
 from worker_client.integrations.vllm.settings import CONNECTOR, Settings, find_settings
 from worker_client.integrations.vllm.source_manager import default_spare_blocks, install
+from worker_client.integrations.vllm.worker import ServiceConnectorWorker
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.hisparse.connector import (
+        HiSparseConnector as _Below,
+    )
+else:
+    _Below = object  # `connector_class` puts vLLM's below
 
 logger = logging.getLogger("vllm.hisparse_service")
 
@@ -209,99 +223,88 @@ def hash_salt(vllm_config: Any, coordinator: Any) -> bytes:
     return "/".join(parts).encode()
 
 
+class ServiceConnector(_Below):  # type: ignore[misc]
+    """`HiSparseConnector` whose host pool and blocks are the service's; see `connector_class`."""
+
+    stock: type[Any]
+
+    def __new__(cls, vllm_config: Any, role: Any, kv_cache_config: Any) -> Any:
+        """Give vLLM's own object where the engine sets no endpoint."""
+        if find_settings(vllm_config) is None:
+            return cls.stock(vllm_config, role, kv_cache_config)
+        return super().__new__(cls)
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        settings = find_settings(vllm_config)
+        assert settings is not None  # noqa: S101  __new__ looked
+        self.service: SchedulerSide | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self.service = SchedulerSide(vllm_config, kv_cache_config, settings)
+        else:
+            self.connector_worker = ServiceConnectorWorker(vllm_config, kv_cache_config, settings)
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        assert self.service is not None  # noqa: S101
+        self.service.bind(kv_cache_manager, self.connector_scheduler.coordinator)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        assert self.service is not None  # noqa: S101
+        return self.service.matched_tokens(request, num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        assert self.service is not None  # noqa: S101
+        self.service.allocated(request, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        assert self.service is not None  # noqa: S101
+        metadata = super().build_connector_meta(scheduler_output)
+        metadata.index_copies = self.service.index_copies(metadata.command)
+        self.service.settle()
+        return metadata
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        assert self.service is not None  # noqa: S101
+        pending = self.service.pending_writes()
+        super().update_connector_output(connector_output)
+        self.service.settle(pending)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.service is not None:
+            self.service.close()
+
+    def get_kv_connector_stats(self) -> Any:
+        stats = super().get_kv_connector_stats()
+        return stats if self.service is None else scheduler_stats(stats, self.service)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        return make_stats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> Any:
+        below = super().build_prom_metrics(
+            vllm_config, metric_types, labelnames, per_engine_labelvalues
+        )
+        if find_settings(vllm_config) is None:
+            return below
+        return ServicePromMetrics(
+            below, vllm_config, metric_types, labelnames, per_engine_labelvalues
+        )
+
+
 @functools.cache
 def connector_class(stock: type[Any]) -> type[Any]:
     """The connector's class below vLLM's `stock`."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-
-    from worker_client.integrations.vllm.metrics import (
-        ServicePromMetrics,
-        make_stats,
-        scheduler_stats,
-    )
-    from worker_client.integrations.vllm.worker import service_connector_worker
-
-    class ServiceConnector(stock):  # type: ignore[misc]
-        """`HiSparseConnector` whose host pool and blocks are the service's."""
-
-        def __new__(cls, vllm_config: Any, role: Any, kv_cache_config: Any) -> Any:
-            """Give vLLM's own object where the engine sets no endpoint."""
-            if find_settings(vllm_config) is None:
-                return stock(vllm_config, role, kv_cache_config)
-            return super().__new__(cls)
-
-        def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-            super().__init__(vllm_config, role, kv_cache_config)
-            settings = find_settings(vllm_config)
-            assert settings is not None  # noqa: S101  __new__ looked
-            self.service: SchedulerSide | None = None
-            if role == KVConnectorRole.SCHEDULER:
-                self.service = SchedulerSide(vllm_config, kv_cache_config, settings)
-            else:
-                self.connector_worker = service_connector_worker()(
-                    vllm_config, kv_cache_config, settings
-                )
-
-        def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-            super().bind_kv_cache_manager(kv_cache_manager)
-            assert self.service is not None  # noqa: S101
-            self.service.bind(kv_cache_manager, self.connector_scheduler.coordinator)
-
-        def get_num_new_matched_tokens(
-            self, request: Any, num_computed_tokens: int
-        ) -> tuple[int | None, bool]:
-            assert self.service is not None  # noqa: S101
-            return self.service.matched_tokens(request, num_computed_tokens), False
-
-        def update_state_after_alloc(
-            self, request: Any, blocks: Any, num_external_tokens: int
-        ) -> None:
-            super().update_state_after_alloc(request, blocks, num_external_tokens)
-            assert self.service is not None  # noqa: S101
-            self.service.allocated(request, num_external_tokens)
-
-        def build_connector_meta(self, scheduler_output: Any) -> Any:
-            assert self.service is not None  # noqa: S101
-            metadata = super().build_connector_meta(scheduler_output)
-            metadata.index_copies = self.service.index_copies(metadata.command)
-            self.service.settle()
-            return metadata
-
-        def update_connector_output(self, connector_output: Any) -> None:
-            assert self.service is not None  # noqa: S101
-            pending = self.service.pending_writes()
-            super().update_connector_output(connector_output)
-            self.service.settle(pending)
-
-        def shutdown(self) -> None:
-            super().shutdown()
-            if self.service is not None:
-                self.service.close()
-
-        def get_kv_connector_stats(self) -> Any:
-            stats = super().get_kv_connector_stats()
-            return stats if self.service is None else scheduler_stats(stats, self.service)
-
-        @classmethod
-        def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
-            return make_stats(data)
-
-        @classmethod
-        def build_prom_metrics(
-            cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
-        ) -> Any:
-            below = super().build_prom_metrics(
-                vllm_config, metric_types, labelnames, per_engine_labelvalues
-            )
-            if find_settings(vllm_config) is None:
-                return below
-            return ServicePromMetrics(
-                below, vllm_config, metric_types, labelnames, per_engine_labelvalues
-            )
-
     # vLLM logs and looks connectors up by this name, MultiConnector's statistics among them.
-    ServiceConnector.__name__ = ServiceConnector.__qualname__ = CONNECTOR
-    return ServiceConnector
+    return type(CONNECTOR, (ServiceConnector, stock), {"stock": stock, "__module__": __name__})
 
 
 __all__: Sequence[str] = ("IndexCopies", "SchedulerSide", "connector_class", "hash_salt")

@@ -132,28 +132,10 @@ class GroupKernels:
         del resident
         if block_size != self._block_size:
             raise UsageError(f"block size {block_size}, the caches have {self._block_size}")
-        leader, shared = self._leader, self.group.shared_topk
-        tokens = topk_indices.shape[0]
-        slots = leader.request_state_indices
-        requests = min(block_table.shape[0], slots.shape[0])
-        rows = req_id_per_token[:tokens]
-        rows = torch.where(rows < 0, requests, rows)
+        shared, tokens = self.group.shared_topk, topk_indices.shape[0]
         self.backend.resolve(
-            state=self.state,
-            tables=ResidencyTables(
-                source=block_table, resident=self._resident_table, hot=leader.hot_block_table,
-                block_size=block_size, block_stride_rows=leader.hot.attention_block_stride,
-                num_source_blocks=self._pages.host[0].shape[0],
-                num_device_blocks=self._pages.device[0].shape[0],
-            ),
-            inputs=StepInputs(
-                positions=topk_indices, request_slots=slots[:requests],
-                table_rows=self._all_slots[:requests],
-                query_starts=torch.searchsorted(
-                    rows, self._edges[: requests + 1], out_int32=True
-                ),
-            ),
-            plan=self.plan,
+            state=self.state, tables=self._tables(block_table), plan=self.plan,
+            inputs=self._inputs(topk_indices, req_id_per_token[:tokens], block_table.shape[0]),
         )  # fmt: skip
         physical = attention_indices_out
         if physical is None:
@@ -165,6 +147,29 @@ class GroupKernels:
                 counts = shared.valid_topk_counts[shared_rows]
             counts.copy_(self.plan.valid_counts[:tokens])
         self._count()
+
+    def _tables(self, block_table: torch.Tensor) -> ResidencyTables:
+        return ResidencyTables(
+            source=block_table, resident=self._resident_table, hot=self._leader.hot_block_table,
+            block_size=self._block_size,
+            block_stride_rows=self._leader.hot.attention_block_stride,
+            num_source_blocks=self._pages.host[0].shape[0],
+            num_device_blocks=self._pages.device[0].shape[0],
+        )  # fmt: skip
+
+    def _inputs(
+        self, positions: torch.Tensor, requests: torch.Tensor, num_requests: int
+    ) -> StepInputs:
+        """vLLM names each row's request, ascending, padding (-1) last; ours where each begins."""
+        slots = self._leader.request_state_indices
+        num_requests = min(num_requests, slots.shape[0])
+        rows = torch.where(requests < 0, num_requests, requests)
+        return StepInputs(
+            positions=positions,
+            request_slots=slots[:num_requests],
+            table_rows=self._all_slots[:num_requests],
+            query_starts=torch.searchsorted(rows, self._edges[: num_requests + 1], out_int32=True),
+        )
 
     def invalidate_written(
         self, written_slots: torch.Tensor, req_id_per_token: torch.Tensor
