@@ -292,7 +292,7 @@ class DeviceBacking:
         return tensor
 
     def check(self) -> None:
-        """For who keeps the tensor: before relying on its rows. Asks nobody, takes a microsecond.
+        """For who keeps the tensor: before relying on its rows. Asks nobody.
 
         Raises:
             LeaseLost: The memory is gone.
@@ -309,7 +309,10 @@ class DeviceBacking:
             raise _closed()
 
     def _look_at_owner(self) -> None:
-        """It dies with its daemon, long before another daemon could say so."""
+        """It dies with its daemon, long before another daemon could say so.
+
+        One poll: `check` takes 1.2 us (2 cores, 2026-12-01, 77577cd), once a step at most.
+        """
         with self._lock:
             if self._owner_pidfd >= 0 and _has_ended(self._owner_pidfd):
                 self.lose("the daemon's child on this GPU ended")

@@ -544,7 +544,7 @@ class DeviceBackings:
             for each in self._by_id.values()
             if each.process is process and each.state in ON_DEVICE
         ]
-        tell = log.info if isinstance(error, LeaseLost) else log.warning
+        tell = log.info if isinstance(error, LeaseLost) and not lost else log.warning
         tell(
             "device_child_ended", device_uuid=process.device_uuid, error=str(error),
             backings=len(lost),
