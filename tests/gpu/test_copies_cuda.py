@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from gpu_cases import make_pages
 
 from hisparse_service.contract.errors import UsageError
-from worker_client.kernels.cuda import CopyLaunch, CudaBackend, CudaTuning
+from worker_client.kernels.cuda import MAX_SORTS, CopyLaunch, CudaBackend, CudaTuning
 from worker_client.kernels.interface import GroupPages, allocate_plan
 
 DEVICE = torch.device("cuda:0")
@@ -118,15 +120,82 @@ def test_gather_with_many_requests_and_ranges(reference, threads: int, lists: in
     assert_same_pages(pages, expected)
 
 
-def test_gather_copies_rows_that_do_not_fit_the_list_of_one_block(reference) -> None:
-    # All rows belong to one thread block: more than its list holds.
-    tuning = CudaTuning(sort_min_rows=0, sorted=CopyLaunch(threads=256, unroll=4, blocks=1))
-    made = CudaBackend(DEVICE, tuning=tuning)
+def small_rows(**tuning):
     shape = dict(layers=1, row_bytes=16, block_size=64, interleaved=False, flat=True, seed=14)
     pages = make_pages(host_blocks=400, device_blocks=400, device=DEVICE, pinned=True, **shape)
     expected = make_pages(host_blocks=400, device_blocks=400, device="cpu", pinned=False, **shape)
+    made = CudaBackend(DEVICE, tuning=CudaTuning(sort_min_rows=0, **tuning))
+    return made, pages, expected
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 16, 32])
+def test_gather_by_address_with_any_number_of_thread_blocks(reference, blocks: int) -> None:
+    made, pages, expected = small_rows(sorted=CopyLaunch(threads=256, unroll=4, blocks=blocks))
     plan = random_plan(expected, lists=6, longest=4_096, seed=15)
     assert int(plan.miss_counts.sum()) > 9_000
+    reference.gather(pages=expected, plan=plan)
+    made.gather(pages=pages, plan=on_gpu(plan))
+    assert_same_pages(pages, expected)
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 12])
+@pytest.mark.parametrize("wanted", [1, 5, 700])
+def test_gather_shares_out_rows_that_crowd_in_a_few_places(
+    reference, blocks: int, wanted: int
+) -> None:
+    # Most entries fall into one bin of addresses, or two: one block has them, the others help it.
+    made, pages, expected = small_rows(sorted=CopyLaunch(threads=512, unroll=4, blocks=blocks))
+    plan = random_plan(expected, lists=6, longest=4_096, seed=16)
+    crowd = torch.rand(plan.miss_source_rows.shape) < 0.9
+    plan.miss_source_rows[crowd & (plan.miss_source_rows < 2**40)] %= wanted
+    plan.miss_source_rows[2] += 20_000 * (plan.miss_source_rows[2] < wanted)
+    reference.gather(pages=expected, plan=plan)
+    made.gather(pages=pages, plan=on_gpu(plan))
+    assert_same_pages(pages, expected)
+
+
+def test_gathers_by_address_on_several_streams_and_in_a_graph_keep_apart(reference) -> None:
+    made, pages, expected = small_rows(sorted=CopyLaunch(threads=512, unroll=4, blocks=5))
+    made.prepare()
+    # Each of four has a quarter of the device rows, in its own launches.
+    plan = random_plan(expected, lists=4, longest=4_096, seed=17)
+    plans = [
+        replace(
+            plan,
+            miss_source_rows=plan.miss_source_rows[i : i + 1],
+            miss_device_rows=plan.miss_device_rows[i : i + 1],
+            miss_counts=plan.miss_counts[i : i + 1],
+        )
+        for i in range(4)
+    ]
+    on_device = [on_gpu(part) for part in plans]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for part in on_device[2:]:
+            made.gather(pages=pages, plan=part)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for _ in range(50):
+        torch.cuda._sleep(100_000)
+        start = torch.cuda.current_stream().record_event()
+        for stream, part in zip(streams, on_device[:2], strict=False):
+            stream.wait_event(start)
+            with torch.cuda.stream(stream):
+                made.gather(pages=pages, plan=part)
+        streams[2].wait_event(start)
+        with torch.cuda.stream(streams[2]):
+            graph.replay()
+        torch.cuda.synchronize()
+    reference.gather(pages=expected, plan=plan)
+    assert_same_pages(pages, expected)
+
+
+def test_gather_without_memory_to_sort_copies_in_the_order_of_the_plan(
+    reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, pages, expected = small_rows()
+    made.prepare()
+    monkeypatch.setattr(made._sorting, "_used", MAX_SORTS)
+    plan = random_plan(expected, lists=6, longest=4_096, seed=18)
     reference.gather(pages=expected, plan=plan)
     made.gather(pages=pages, plan=on_gpu(plan))
     assert_same_pages(pages, expected)

@@ -1,22 +1,31 @@
 // Copies between host memory and the device in 16-byte lanes: gather, stage, mirror, restore.
 //
-// The link is the limit, and two things keep it busy. Rows in flight: about 1 MB of them, more only
-// queue. And host addresses in order: rows of 656 bytes in random order over 16 GiB stop at 19 to 21
-// GB/s; sorted by address, each multiprocessor in a range of its own, at 30 to 44, more the denser the
-// rows lie (benchmarks/gpu/bench_kernels.py). It behaves as misses of address translation would; no
-// counter was read. So a long list of short rows is split among the thread blocks into ranges of host
-// addresses with about equally many rows, and each block walks up through its range.
+// The link is the limit, and five things keep it busy (benchmarks/gpu/translation.py):
+//  - Rows in flight: 0.2 to 0.4 MB of them; more only queue.
+//  - Host addresses in order. A row of 656 bytes lies on a page or two of its own, and its translation is
+//    a line of page table. In random order the upper levels of the table miss as well: 16 GiB of rows
+//    then stop at 19 to 24 GB/s. So a long list of short rows is put in order first, and each thread
+//    block walks up through a range of it.
+//  - Room for the page tables in the second-level cache (8 bytes for 4 KiB of host memory). What is
+//    copied passes through once and is marked to leave first: 34 GB/s became 42.
+//  - No pause while the list is put in order: a few thread blocks copy the first entries of each list
+//    meanwhile, as they stand.
+//  - Even work. Multiprocessors share their paths in groups, and the hardware puts the first thread
+//    blocks into few groups: some are half as fast as others. A warp whose range is done takes rows from
+//    the range with the most left.
 //
-// Compiled with HS_COPY_UNROLL, HS_THREADS, HS_BLOCKS_PER_SM, HS_LIST_CAPACITY and HS_POW2.
+// Compiled with HS_COPY_UNROLL, HS_THREADS, HS_BLOCKS_PER_SM and HS_POW2.
 #include "common.cuh"
 
 constexpr i32 kThreads = HS_THREADS;
 constexpr i32 kWarps = kThreads / 32;
 constexpr i32 kUnroll = HS_COPY_UNROLL;
-constexpr i32 kListCapacity = HS_LIST_CAPACITY;
-constexpr i32 kWarpCapacity = kListCapacity / kWarps;
-constexpr i32 kBins = 2048;
-constexpr i32 kScanUnroll = 8;
+constexpr i32 kBins = 8192;
+constexpr i32 kScanUnroll = kThreads == 1024 || __CUDA_ARCH__ >= 1000 ? 5 : 9;
+constexpr i32 kMaxRanges = 32;
+constexpr i32 kOwn = 768;
+constexpr u32 kStartedPart = 32;
+constexpr u32 kNoPart = 0xffffffffu;
 static_assert(kThreads == 1024 || kThreads == 512 || kThreads == 256, "block scan");
 
 struct RowArgs {
@@ -25,6 +34,8 @@ struct RowArgs {
     const i64* host_rows;    // [num_lists, list_stride]
     const i64* device_rows;  // the same shape; null: entry i is row i
     const i32* counts;       // [num_lists]; null: one list of `fixed_count`
+    u8* sorted;              // a SortedRow for each entry of the lists
+    u8* control;             // SortControl, all zero before and after a launch
     i64 list_stride;
     i64 fixed_count;
     i64 host_block_bytes;
@@ -36,8 +47,10 @@ struct RowArgs {
     i32 row_lanes;           // 16-byte lanes of one layer's row
     i32 block_size;
     i32 block_shift;
-    i32 bin_shift;           // log2 of the bytes of host memory in one bin: at most kBins bins
+    u32 bin_scale;           // a host block's bin is the high word of the product with it
     i32 sort_min_rows;       // shorter lists are copied in their order
+    u32 many_rows;           // from so many on, `many_blocks` thread blocks do it all
+    u32 many_blocks;
     i32 adjacent;            // 1 where the layers of a row lie side by side in host memory
 };
 
@@ -61,17 +74,38 @@ static_assert(sizeof(BlockArgs) == HS_SIZEOF_BLOCKS, "mirrored in cuda.py");
 
 enum Direction { kToDevice, kToHost };
 
-// Host memory is read once: nothing is kept in L1.
-__device__ __forceinline__ uint4 load_lane(u64 address) {
+// Leaves the second-level cache before anything else does.
+__device__ __forceinline__ u64 evict_first() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+// Marked to leave the cache first (kOnce), or like anything else.
+enum Caching { kOnce, kUsual };
+
+template <Caching C> __device__ __forceinline__ uint4 load_lane(u64 address) {
     uint4 v;
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address) : "memory");
+    if (C == kOnce) {
+        asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                     : "l"(address), "l"(evict_first()) : "memory");
+    } else {
+        asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address) : "memory");
+    }
     return v;
 }
 
-__device__ __forceinline__ void store_lane(u64 address, uint4 v) {
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
-                 :: "l"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+template <Caching C> __device__ __forceinline__ void store_lane(u64 address, uint4 v) {
+    if (C == kOnce) {
+        asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;"
+                     :: "l"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "l"(evict_first())
+                     : "memory");
+    } else {
+        asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
+                     :: "l"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+    }
 }
 
 __device__ __forceinline__ i64 host_offset(const RowArgs& a, i64 row) {
@@ -111,13 +145,13 @@ __device__ __forceinline__ void copy_rows(
                 const i64 in_layer = (i64)(in_row - layer * a.row_lanes) * 16;
                 const u64 at_host = a.host[first_layer + layer] + from_host + in_layer;
                 const u64 at_device = a.device[first_layer + layer] + on_device + in_layer;
-                data[u] = load_lane(D == kToDevice ? at_host : at_device);
+                data[u] = load_lane<D == kToDevice ? kOnce : kUsual>(D == kToDevice ? at_host : at_device);
                 to[u] = D == kToDevice ? at_device : at_host;
             }
         }
 #pragma unroll
         for (i32 u = 0; u < kUnroll; ++u) {
-            if (to[u] != 0) store_lane(to[u], data[u]);
+            if (to[u] != 0) store_lane<D == kToDevice ? kOnce : kUsual>(to[u], data[u]);
         }
     }
 }
@@ -133,19 +167,32 @@ __device__ __forceinline__ void entry_offsets(
 }
 
 struct Lists {
-    u32 starts[1025];  // entries of lists before, in this group of lists
+    u32 starts[1025];  // entries of lists before
     u32 warp_sums[32];
-    u32 low;
-    u32 high;
-    u32 bins[kBins];
-    // From here on only where entries are sorted: a launch that never sorts has less shared memory,
-    // which need not be set aside on every multiprocessor before it starts.
-    u32 entries[kListCapacity];  // a region for each warp
-    u16 bin_of[kListCapacity];
-    u16 order[kListCapacity];  // index in `entries`, by bin
+    u32 low;   // first bin of this thread block
+    u32 high;  // past its last one
+    u32 started_part;  // one in so many entries, the first ones of each list, is copied at once
+    // Only where entries are sorted: a launch that never sorts has less shared memory, which need not
+    // be set aside on every multiprocessor before it starts.
+    u32 bins[kBins + 1];  // entries in bins before; the next free place of a bin while they are placed
+    u32 own[kWarps][kOwn];  // entries of this block's bins, found by a warp and not placed yet
 };
 static_assert(sizeof(Lists) <= HS_LIST_BYTES, "dynamic shared memory, see cuda.py");
 static_assert(kBins % kThreads == 0, "bins of a thread");
+
+// Where a row is copied from and to, in bytes from the start of a layer's pages.
+struct __align__(16) SortedRow {
+    i64 host;
+    i64 device;
+};
+
+// What the thread blocks of one launch tell each other. The last one to end leaves zeros.
+struct SortControl {
+    u64 ranges[kMaxRanges];  // first sorted row of a block, and 1 + their number << 32 once they are there
+    u32 cursors[kMaxRanges];  // units of a range that somebody has taken
+    u32 ended;
+};
+static_assert(sizeof(SortControl) <= HS_CONTROL_BYTES, "see cuda.py");
 
 __device__ __forceinline__ i32 batch_rows(const RowArgs& a, i32 layers, i64 rows, i64 warps) {
     const i32 most = min(32, max(1, 32 * kUnroll / (layers * a.row_lanes)));
@@ -167,12 +214,7 @@ __device__ __forceinline__ u32 sum_counts(const RowArgs& a, Lists& s, i32 first,
     const u32 of_warp = thread < kWarps ? s.warp_sums[thread] : 0;
     const u32 base = __shfl_sync(kFullWarp, warp_exclusive_scan(of_warp, total), warp);
     s.starts[threadIdx.x] = base + before;
-    for (i32 i = threadIdx.x; i < kBins; i += kThreads) s.bins[i] = 0;
-    if (threadIdx.x == 0) {
-        s.starts[lists] = total;
-        s.low = kBins;
-        s.high = 0;
-    }
+    if (threadIdx.x == 0) s.starts[lists] = total;
     __syncthreads();
     return total;
 }
@@ -209,13 +251,13 @@ __device__ __forceinline__ bool copy_few(const RowArgs& a) {
 #pragma unroll
         for (i32 u = 0; u < kFewUnroll; ++u) {
             if (u * 32 + thread < lanes) {
-                data[u] = load_lane(D == kToDevice ? at_host[u] + host : at_device[u] + device);
+                data[u] = load_lane<kUsual>(D == kToDevice ? at_host[u] + host : at_device[u] + device);
             }
         }
 #pragma unroll
         for (i32 u = 0; u < kFewUnroll; ++u) {
             if (u * 32 + thread < lanes) {
-                store_lane(D == kToDevice ? at_device[u] + device : at_host[u] + host, data[u]);
+                store_lane<kUsual>(D == kToDevice ? at_device[u] + device : at_host[u] + host, data[u]);
             }
         }
         index += step;
@@ -236,186 +278,341 @@ __device__ __forceinline__ i64 entry_in_order(
     return (i64)(first + low) * a.list_stride + (index - s.starts[low]);
 }
 
-constexpr u32 kSegment = 32 * kScanUnroll;
-
-__device__ __forceinline__ u32 segments_of(const RowArgs& a) {
-    return (u32)((a.list_stride + kSegment - 1) / kSegment);
+// Bins are runs of host blocks, in the order of addresses.
+__device__ __forceinline__ u32 bin_of(const RowArgs& a, i64 row) {
+    const u32 block = (u32)block_of(row, a.block_size, a.block_shift);
+    return min(__umulhi(block, a.bin_scale), (u32)kBins - 1);
 }
 
-__device__ __forceinline__ u32 bin_of(const RowArgs& a, i64 offset) {
-    return min((u32)(offset >> a.bin_shift), (u32)kBins - 1);
-}
+// One warp's part of a list, U rows of a thread in flight.
+template <i32 U> struct Batch {
+    i64 row[U];
+    u32 entry;  // of row[0]
+    u32 count;  // entries from the warp's first row[0] on
+};
 
-// Counts every eighth entry by bin: enough to share the rows out.
-__device__ __forceinline__ void count_bins(const RowArgs& a, Lists& s, i32 first, i32 lists) {
-    const i32 thread = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const u32 segments = segments_of(a);
-    const u64 items = (u64)segments * lists;
-    const i64* rows = a.host_rows + (i64)first * a.list_stride;
+// Loads the next batch that is not empty, from `item` on. Lists are dealt out before their parts: all
+// may be as short as one batch. Returns whether there was one.
+template <i32 U>
+__device__ __forceinline__ bool load_batch(
+    const RowArgs& a, const Lists& s, u32 items, u32& item, Batch<U>& batch
+) {
+    const u32 lists = a.num_lists, thread = threadIdx.x % 32;
 #pragma unroll 1
-    for (u64 base = warp; base < items; base += kWarps * kScanUnroll) {
-        i64 row[kScanUnroll];
+    for (; item < items; item += kWarps) {
+        const u32 part = item / lists, list = item - part * lists;
+        const u32 count = s.starts[list + 1] - s.starts[list];
+        const u32 from = count / s.started_part + part * 32 * U;
+        if (from >= count) continue;
+        batch.entry = list * (u32)a.list_stride + from + thread;
+        batch.count = count - from;
 #pragma unroll
-        for (i32 u = 0; u < kScanUnroll; ++u) {
-            const u64 item = base + u * kWarps;
-            row[u] = -1;
-            if (item >= items) continue;
-            const u32 list = (u32)item / segments;
-            const u32 index = ((u32)item - list * segments) * kSegment + thread * kScanUnroll;
-            if (index < s.starts[list + 1] - s.starts[list]) {
-                row[u] = rows[(u64)list * a.list_stride + index];
-            }
+        for (i32 u = 0; u < U; ++u) {
+            batch.row[u] = -1;
+            if (u * 32 + thread < batch.count) batch.row[u] = a.host_rows[batch.entry + u * 32];
         }
-#pragma unroll
-        for (i32 u = 0; u < kScanUnroll; ++u) {
-            if (row[u] >= 0) atomicAdd(&s.bins[bin_of(a, host_offset(a, row[u]))], 1u);
-        }
+        item += kWarps;
+        return true;
     }
+    return false;
+}
+
+// Calls visit(batch) for all entries, each warp for its own. The next batch is in flight meanwhile.
+template <i32 U, typename Visit>
+__device__ __forceinline__ void for_each_batch(const RowArgs& a, const Lists& s, Visit visit) {
+    const u32 items = (u32)((a.list_stride + 32 * U - 1) / (32 * U)) * a.num_lists;
+    u32 item = threadIdx.x / 32;
+    Batch<U> next;
+    bool more = load_batch<U>(a, s, items, item, next);
+#pragma unroll 1
+    while (more) {
+        const Batch<U> now = next;
+        more = load_batch<U>(a, s, items, item, next);
+        visit(now);
+    }
+}
+
+__device__ __forceinline__ void count_bins(const RowArgs& a, Lists& s) {
+    for (i32 i = threadIdx.x; i < kBins; i += kThreads) s.bins[i] = 0;
+    if (threadIdx.x == 0) {
+        s.low = kBins;
+        s.high = 0;
+    }
+    __syncthreads();
+    for_each_batch<kScanUnroll>(a, s, [&](const Batch<kScanUnroll>& batch) {
+#pragma unroll
+        for (i32 u = 0; u < kScanUnroll; ++u) {
+            if (u * 32 >= batch.count) break;
+            if (batch.row[u] >= 0) atomicAdd(&s.bins[bin_of(a, batch.row[u])], 1u);
+        }
+    });
     __syncthreads();
 }
 
-// Sums before each bin, in place; returns the sum of all.
-__device__ __forceinline__ u32 scan_bins(Lists& s) {
+// Sums before each bin, in place, and the bins of this thread block: a bin belongs to the block that
+// its first row falls to when rows are shared out evenly. Every block counts for itself: none waits.
+__device__ __forceinline__ void share_bins(Lists& s, u32 blocks) {
     constexpr i32 kEach = kBins / kThreads;
     const i32 warp = threadIdx.x / 32, thread = threadIdx.x % 32;
-    u32 counts[kEach], sum = 0, total;
+    u32* bins = s.bins + warp * 32 * kEach + thread;
+    u32 counts[kEach], before[kEach], of_warp = 0, total;
 #pragma unroll
     for (i32 i = 0; i < kEach; ++i) {
-        counts[i] = s.bins[threadIdx.x * kEach + i];
-        sum += counts[i];
+        counts[i] = bins[i * 32];
+        before[i] = of_warp + warp_exclusive_scan(counts[i], total);
+        of_warp += total;
     }
-    const u32 before = warp_exclusive_scan(sum, total);
-    if (thread == 0) s.warp_sums[warp] = total;
+    if (thread == 0) s.warp_sums[warp] = of_warp;
     __syncthreads();
-    const u32 of_warp = thread < kWarps ? s.warp_sums[thread] : 0;
-    u32 at = before + __shfl_sync(kFullWarp, warp_exclusive_scan(of_warp, total), warp);
+    of_warp = thread < kWarps ? s.warp_sums[thread] : 0;
+    const u32 base = __shfl_sync(kFullWarp, warp_exclusive_scan(of_warp, total), warp);
+    const u64 begin = (u64)blockIdx.x * total, end = begin + total;
 #pragma unroll
     for (i32 i = 0; i < kEach; ++i) {
-        s.bins[threadIdx.x * kEach + i] = at;
-        at += counts[i];
-    }
-    __syncthreads();
-    return total;
-}
-
-// Gives each thread block a run of bins with about the same number of rows: a bin belongs to the block
-// that its first counted row falls to. Every block counts for itself: none waits for another. A bin
-// with no counted row goes with the one before it.
-__device__ __forceinline__ void choose_range(
-    const RowArgs& a, Lists& s, i32 first, i32 lists, u32& low, u32& high
-) {
-    count_bins(a, s, first, lists);
-    const u32 total = max(scan_bins(s), 1u);
-    for (u32 i = threadIdx.x; i < kBins; i += kThreads) {
-        const u32 owner = min((u32)((u64)s.bins[i] * gridDim.x / total), gridDim.x - 1);
-        if (owner == blockIdx.x) {
-            atomicMin(&s.low, i);
-            atomicMax(&s.high, i + 1);
+        const u32 bin = (warp * kEach + i) * 32 + thread, at = base + before[i];
+        bins[i * 32] = at;
+        const u64 place = (u64)at * blocks;
+        if (counts[i] && begin <= place && place < end) {
+            // A plain test first: few threads have an end of the range.
+            if (bin < s.low) atomicMin(&s.low, bin);
+            if (bin >= s.high) atomicMax(&s.high, bin + 1);
         }
     }
+    if (threadIdx.x == kThreads - 1) s.bins[kBins] = total;
     __syncthreads();
-    low = s.low;
-    high = s.high;
 }
 
-// Puts entries of this block's range into the warp's region until it may not hold the next segment.
-// Returns how many; `item` is the segment to go on with.
-__device__ __forceinline__ u32 collect_entries(
-    const RowArgs& a, Lists& s, i32 first, i32 lists, u32 low, u32 high, u64& item
+// Puts the entries that a warp has found where the sums say, as rows.
+__device__ __forceinline__ void place_entries(
+    const RowArgs& a, Lists& s, const u32* own, u32 count
 ) {
-    const i32 thread = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const u32 segments = segments_of(a);
-    const u64 items = (u64)segments * lists;
-    const i64* rows = a.host_rows + (i64)first * a.list_stride;
-    const i64 begin = (i64)low << a.bin_shift;
-    // 2,048 finer bins over the range.
-    const i32 shift = max(0, a.bin_shift - 11 + (high - low > 1 ? 32 - __clz(high - low - 1) : 0));
-    u32 length = 0;
+    constexpr i32 kAtOnce = 4;
+    SortedRow* sorted = (SortedRow*)a.sorted;
 #pragma unroll 1
-    for (; item < items && length + kSegment <= kWarpCapacity; item += kWarps) {
-        const u32 list = (u32)(item / segments);
-        const u32 from = ((u32)item - list * segments) * kSegment;
-        const u32 count = s.starts[list + 1] - s.starts[list];
-        if (from >= count) continue;
-        const u32 entry = list * (u32)a.list_stride + from + thread;
-        i64 row[kScanUnroll];
+    for (u32 base = threadIdx.x % 32; base < count; base += 32 * kAtOnce) {
+        i64 row[kAtOnce], device_row[kAtOnce];
 #pragma unroll
-        for (i32 u = 0; u < kScanUnroll; ++u) {
-            row[u] = from + u * 32 + thread < count ? rows[entry + u * 32] : -1;
+        for (i32 i = 0; i < kAtOnce; ++i) {
+            if (base + i * 32 >= count) continue;
+            const u32 entry = own[base + i * 32];
+            row[i] = a.host_rows[entry];
+            device_row[i] = a.device_rows ? a.device_rows[entry] : entry;
+        }
+#pragma unroll
+        for (i32 i = 0; i < kAtOnce; ++i) {
+            if (base + i * 32 >= count) continue;
+            const u32 place = atomicAdd(&s.bins[bin_of(a, row[i])], 1u);
+            sorted[place] = SortedRow{
+                host_offset(a, row[i]), device_row[i] < 0 ? -1 : device_offset(a, device_row[i])};
+        }
+    }
+}
+
+// Puts the rows of this block's bins where the sums say. A few lanes of each batch have one: they are
+// gathered first, for what follows takes as long for one lane as for all.
+__device__ __forceinline__ void place_rows(const RowArgs& a, Lists& s) {
+    const u32 low = s.low, high = s.high;
+    u32* own = s.own[threadIdx.x / 32];
+    u32 held = 0;
+    for_each_batch<kScanUnroll>(a, s, [&](const Batch<kScanUnroll>& batch) {
+        if (held > kOwn - 32 * kScanUnroll) {
+            __syncwarp();
+            place_entries(a, s, own, held);
+            __syncwarp();
+            held = 0;
         }
 #pragma unroll
         for (i32 u = 0; u < kScanUnroll; ++u) {
-            const i64 offset = row[u] < 0 ? 0 : host_offset(a, row[u]);
-            const u32 coarse = bin_of(a, offset);
-            const bool mine = row[u] >= 0 && low <= coarse && coarse < high;
+            if (u * 32 >= batch.count) break;
+            const u32 bin = batch.row[u] < 0 ? kBins : bin_of(a, batch.row[u]);
+            const bool mine = low <= bin && bin < high;
             const u32 mask = __ballot_sync(kFullWarp, mine);
-            if (mine) {
-                const u32 fine = (u32)min((offset - begin) >> shift, (i64)kBins - 1);
-                const u32 at = warp * kWarpCapacity + length + __popc(mask & lanes_below());
-                s.entries[at] = entry + u * 32;
-                s.bin_of[at] = (u16)fine;
-                atomicAdd(&s.bins[fine], 1u);
-            }
-            length += __popc(mask);
+            if (mine) own[held + __popc(mask & lanes_below())] = batch.entry + u * 32;
+            held += __popc(mask);
         }
-    }
-    return length;
+    });
+    __syncwarp();
+    place_entries(a, s, own, held);
 }
 
-// Fills `order` with the next entries of this block's range, by bin. Returns how many.
-__device__ __forceinline__ u32 next_entries(
-    const RowArgs& a, Lists& s, i32 first, i32 lists, u32 low, u32 high, u64& item
+// One range of sorted rows, in units: so many rows of one layer, or of all where they are adjacent.
+struct Range {
+    u32 index;
+    u32 start;
+    u32 count;
+    u32 units_a_layer;
+    u32 units;
+};
+
+__device__ __forceinline__ Range make_range(const RowArgs& a, u32 index, u64 packed, u32 rows) {
+    Range r;
+    r.index = index;
+    r.start = (u32)packed;
+    r.count = packed ? (u32)(packed >> 32) - 1 : 0;
+    r.units_a_layer = (r.count + rows - 1) / rows;
+    r.units = r.units_a_layer * (a.adjacent ? 1 : a.num_layers);
+    return r;
+}
+
+__device__ __forceinline__ u64 load_acquire(const u64* p) {
+    u64 v;
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
+
+constexpr i32 kMaxPolls = 64;
+
+// The range with the most units left; without units where all are taken. While others still sort, asks
+// for some 50 us: they need not even run yet, and would copy their rows themselves.
+__device__ __forceinline__ Range fullest_range(
+    const RowArgs& a, SortControl* control, u32 blocks, u32 rows
 ) {
-    for (i32 i = threadIdx.x; i < kBins; i += kThreads) s.bins[i] = 0;
-    __syncthreads();
-    const u32 length = collect_entries(a, s, first, lists, low, high, item);
-    __syncthreads();
-    const u32 total = scan_bins(s);
-    const u32 region = threadIdx.x / 32 * kWarpCapacity;
-    for (u32 i = region + threadIdx.x % 32; i < region + length; i += 32) {
-        s.order[atomicAdd(&s.bins[s.bin_of[i]], 1u)] = (u16)i;
+    const u32 thread = threadIdx.x % 32;
+#pragma unroll 1
+    for (i32 poll = 0; poll < kMaxPolls; ++poll) {
+        u64 packed = 1ull << 32;
+        u32 taken = 0;
+        if (thread < blocks) {
+            packed = load_acquire(&control->ranges[thread]);
+            taken = __ldcg(&control->cursors[thread]);
+        }
+        const u32 units = make_range(a, thread, packed, rows).units;
+        const u32 left = units > taken ? units - taken : 0;
+        const u32 most = __reduce_max_sync(kFullWarp, left);
+        if (most) {
+            const u32 best = __ffs(__ballot_sync(kFullWarp, left == most)) - 1;
+            return make_range(a, best, __shfl_sync(kFullWarp, packed, best), rows);
+        }
+        if (__all_sync(kFullWarp, packed != 0)) break;
     }
-    __syncthreads();
-    return total;
+    return make_range(a, 0, 0, rows);
 }
 
-// Copies the entries of up to kThreads lists.
+__device__ __forceinline__ u32 take_unit(SortControl* control, const Range& r) {
+    u32 unit = 0;
+    if (threadIdx.x % 32 == 0) unit = atomicAdd(&control->cursors[r.index], 1u);
+    return unit;  // of the first lane
+}
+
+// Copies units of this block's range, then of the others.
 template <Direction D>
-__device__ __forceinline__ void copy_some_lists(
-    const RowArgs& a, Lists& s, i32 first, i32 lists
+__device__ __forceinline__ void copy_sorted_rows(
+    const RowArgs& a, SortControl* control, u32 blocks, u64 packed
+) {
+    const i32 thread = threadIdx.x % 32;
+    const i32 layers = a.adjacent ? a.num_layers : 1;
+    const u32 rows = min(32, max(1, 32 * kUnroll / (layers * a.row_lanes)));
+    Range r = make_range(a, blockIdx.x, packed, rows);
+    u32 taken = packed ? take_unit(control, r) : 0;  // without a range of its own: 0 of 0 units
+    while (true) {
+        const u32 unit = __shfl_sync(kFullWarp, taken, 0);
+        if (unit >= r.units) {
+            r = fullest_range(a, control, blocks, rows);
+            if (r.units == 0) break;
+            taken = take_unit(control, r);
+            continue;
+        }
+        taken = take_unit(control, r);  // on its way while this one is copied
+        const u32 layer = unit / r.units_a_layer, first = (unit - layer * r.units_a_layer) * rows;
+        const i32 count = min(rows, r.count - first);
+        SortedRow row{-1, -1};
+        if (thread < count) {
+            const longlong2 v = __ldcg((const longlong2*)a.sorted + r.start + first + thread);
+            row = SortedRow{v.x, v.y};
+        }
+        copy_rows<D>(a, row.host, row.device, count, layer, layers);
+    }
+}
+
+// Copies the first entries of each list, by `warps` warps of which this is one.
+template <Direction D>
+__device__ __forceinline__ void copy_first_entries(
+    const RowArgs& a, const Lists& s, u32 my_warp, u32 warps
+) {
+    const i32 thread = threadIdx.x % 32;
+    const u32 rows = min(32, max(1, 32 * kUnroll / (a.num_layers * a.row_lanes)));
+    const u32 parts = (u32)(a.list_stride / s.started_part + rows - 1) / rows;
+#pragma unroll 1
+    for (u64 item = my_warp; item < (u64)parts * a.num_lists; item += warps) {
+        const u32 part = (u32)(item / a.num_lists), list = (u32)item - part * a.num_lists;
+        const u32 count = (s.starts[list + 1] - s.starts[list]) / s.started_part;
+        if (part * rows >= count) continue;
+        const i32 found = min(rows, count - part * rows);
+        i64 host = -1, device = -1;
+        if (thread < found) {
+            entry_offsets(a, (i64)list * a.list_stride + part * rows + thread, host, device);
+        }
+        copy_rows<D>(a, host, device, found, 0, a.num_layers);
+    }
+}
+
+// Puts this block's rows in order and tells the others. Returns what it told them.
+__device__ __forceinline__ u64 sort_rows(
+    const RowArgs& a, Lists& s, SortControl* control, u32 blocks
+) {
+    count_bins(a, s);
+    share_bins(s, blocks);
+    u64 packed = 1ull << 32;
+    if (s.low < s.high) {
+        const u32 start = s.bins[s.low];
+        packed = ((u64)(s.bins[s.high] - start) + 1) << 32 | start;
+    }
+    __syncthreads();
+    place_rows(a, s);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        atomicExch(&control->ranges[blockIdx.x], packed);
+    }
+    return packed;
+}
+
+// Copies the entries of up to kThreads lists by host address. The first `blocks` thread blocks sort;
+// the next ones, if there are enough, start at once; the others have nothing to do.
+template <Direction D>
+__device__ __forceinline__ void copy_sorted(const RowArgs& a, Lists& s, u32 total) {
+    SortControl* control = (SortControl*)a.control;
+    const u32 starters = gridDim.x < 16 ? 0 : gridDim.x / 4;
+    const u32 most = total < a.many_rows ? gridDim.x : max(a.many_blocks, 1);
+    const u32 blocks = min(gridDim.x - starters, most);
+    if (blockIdx.x >= blocks + starters) return;
+    if (threadIdx.x == 0) s.started_part = starters ? kStartedPart : kNoPart;
+    __syncthreads();
+    u64 packed = 0;
+    if (blockIdx.x < blocks) {
+        packed = sort_rows(a, s, control, blocks);
+    } else {
+        const u32 warp = threadIdx.x / 32 * starters + blockIdx.x - blocks;
+        copy_first_entries<D>(a, s, warp, starters * kWarps);
+    }
+    copy_sorted_rows<D>(a, control, blocks, packed);
+    __syncthreads();
+    if (threadIdx.x == 0 && atomicAdd(&control->ended, 1u) == blocks + starters - 1) {
+        for (i32 i = 0; i < kMaxRanges; ++i) {
+            control->ranges[i] = 0;
+            control->cursors[i] = 0;
+        }
+        control->ended = 0;
+    }
+}
+
+// Copies the entries of up to kThreads lists in their order.
+template <Direction D>
+__device__ __forceinline__ void copy_in_order(
+    const RowArgs& a, const Lists& s, i32 first, i32 lists, u32 total
 ) {
     const i32 thread = threadIdx.x % 32, warp = threadIdx.x / 32;
-    u32 total = sum_counts(a, s, first, lists);
-    const bool sorted = total >= (u32)a.sort_min_rows;
-    u32 low = 0, high = 0;
-    u64 item = warp;
-    if (sorted) choose_range(a, s, first, lists, low, high);
-    // Layers that lie apart in host memory are walked through one after the other.
-    const i32 layers = a.adjacent || !sorted ? a.num_layers : 1;
-    const u32 warps = sorted ? kWarps : gridDim.x * kWarps;
-    const u32 my_warp = sorted ? warp : warp * gridDim.x + blockIdx.x;
-    bool more = false;
-    do {
-        if (sorted) {
-            total = next_entries(a, s, first, lists, low, high, item);
-            more = item < (u64)segments_of(a) * lists;
-        }
-        const u32 rows = batch_rows(a, layers, total, warps);
-        for (i32 layer = 0; layer < a.num_layers; layer += layers) {
+    const u32 warps = gridDim.x * kWarps, rows = batch_rows(a, a.num_layers, total, warps);
 #pragma unroll 1
-            for (u32 base = my_warp * rows; base < total; base += warps * rows) {
-                const u32 count = min(rows, total - base);
-                i64 host = -1, device = -1;
-                if (thread < (i32)count) {
-                    const i64 entry =
-                        sorted ? (i64)first * a.list_stride + s.entries[s.order[base + thread]]
-                               : entry_in_order(a, s, first, lists, base + thread);
-                    entry_offsets(a, entry, host, device);
-                }
-                copy_rows<D>(a, host, device, count, layer, layers);
-            }
+    for (u32 base = (warp * gridDim.x + blockIdx.x) * rows; base < total; base += warps * rows) {
+        const u32 count = min(rows, total - base);
+        i64 host = -1, device = -1;
+        if (thread < (i32)count) {
+            const i64 entry = entry_in_order(a, s, first, lists, base + thread);
+            entry_offsets(a, entry, host, device);
         }
-    } while (__syncthreads_or(more));
+        copy_rows<D>(a, host, device, count, 0, a.num_layers);
+    }
 }
 
 template <Direction D>
@@ -425,7 +622,13 @@ __device__ __forceinline__ void copy_lists(const RowArgs& a) {
     if (copy_few<D>(a)) return;
 #pragma unroll 1
     for (i32 first = 0; first < a.num_lists; first += kThreads) {
-        copy_some_lists<D>(a, s, first, min(kThreads, a.num_lists - first));
+        const i32 lists = min(kThreads, a.num_lists - first);
+        const u32 total = sum_counts(a, s, first, lists);
+        if (a.control && total >= (u32)a.sort_min_rows) {
+            copy_sorted<D>(a, s, total);
+        } else {
+            copy_in_order<D>(a, s, first, lists, total);
+        }
         __syncthreads();
     }
 }
@@ -472,13 +675,13 @@ __device__ __forceinline__ void copy_blocks(const BlockArgs& a) {
                 const u64 at_host = host + row * a.host_row_bytes + (i64)in_row * 16;
                 const u64 at_device =
                     a.device[part + inner] + device + row * row_bytes + (i64)lane * 16;
-                data[u] = load_lane(D == kToDevice ? at_host : at_device);
+                data[u] = load_lane<D == kToDevice ? kOnce : kUsual>(D == kToDevice ? at_host : at_device);
                 to[u] = D == kToDevice ? at_device : at_host;
             }
         }
 #pragma unroll
         for (i32 u = 0; u < kUnroll; ++u) {
-            if (to[u] != 0) store_lane(to[u], data[u]);
+            if (to[u] != 0) store_lane<D == kToDevice ? kOnce : kUsual>(to[u], data[u]);
         }
     }
 }

@@ -46,11 +46,20 @@ NARROW_KEY_ROWS: Final = 2**32 - 1
 HINT_BYTES: Final = 16
 """Front of a request's workspace: the age class at which its last victims were cut."""
 
-ADDRESS_BINS: Final = 2_048
-"""Pieces of the host pages that rows are sorted by first (kBins of copy.cu)."""
+ADDRESS_BINS: Final = 8_192
+"""Runs of host blocks that rows are sorted by (kBins of copy.cu)."""
 
-LIST_CAPACITIES: Final = (16_384, 8_192)
-"""Rows that one block sorts at a time: the first that fits in shared memory."""
+MAX_SORTING_BLOCKS: Final = 32
+"""Thread blocks of a launch that sorts (kMaxRanges of copy.cu)."""
+
+CONTROL_BYTES: Final = 512
+"""What the thread blocks of such a launch share (SortControl of copy.cu), and a bit of room."""
+
+MAX_SORTS: Final = 4_096
+"""Launches that sort and were captured in graphs, and streams that sort, each with its own control.
+Whoever comes later copies its rows in the order of the plan."""
+
+SORTED_ROW_BYTES: Final = 16
 
 _NEVER: Final = 2**31 - 1
 _RESERVED_SHARED_BYTES: Final = 1_024
@@ -64,7 +73,7 @@ class CopyLaunch:
     """Size of a launch that copies. Few blocks: the link is slow, and the rest computes.
 
     Attributes:
-        threads: Threads of a block, 256 or 512.
+        threads: Threads of a block: 256, 512 or 1,024.
         unroll: 16-byte loads in flight for each thread.
         blocks: Thread blocks.
     """
@@ -95,6 +104,9 @@ class CudaTuning:
             the order of host addresses.
         sort_max_row_bytes: Rows that are longer (all layers, where they lie side by side) are
             copied in the order of the plan too: few enough of them keep the link busy.
+        many_rows: Launches that sort at least so many rows use ``many_rows_blocks`` blocks: with
+            more of them the page tables' lines are pushed out of the cache sooner.
+        many_rows_blocks: At most as many as the launch has.
     """
 
     resolve_threads: int | None = None
@@ -102,10 +114,12 @@ class CudaTuning:
     wide: CopyLaunch = CopyLaunch(threads=256, unroll=8, blocks=16)
     small_batch_lists: int = 8
     small_batch_blocks: int = 66
-    sorted: CopyLaunch = CopyLaunch(threads=512, unroll=4, blocks=24)
+    sorted: CopyLaunch = CopyLaunch(threads=512, unroll=3, blocks=32)
     blocks: CopyLaunch = CopyLaunch(threads=512, unroll=8, blocks=32)
     sort_min_rows: int = 2_048
     sort_max_row_bytes: int = 2_048
+    many_rows: int = 32_768
+    many_rows_blocks: int = 12
 
 
 class _ResolveArgs(ctypes.Structure):
@@ -153,6 +167,8 @@ class _RowArgs(ctypes.Structure):
         ("host_rows", ctypes.c_void_p),
         ("device_rows", ctypes.c_void_p),
         ("counts", ctypes.c_void_p),
+        ("sorted", ctypes.c_void_p),
+        ("control", ctypes.c_void_p),
         ("list_stride", ctypes.c_int64),
         ("fixed_count", ctypes.c_int64),
         ("host_block_bytes", ctypes.c_int64),
@@ -164,8 +180,10 @@ class _RowArgs(ctypes.Structure):
         ("row_lanes", ctypes.c_int32),
         ("block_size", ctypes.c_int32),
         ("block_shift", ctypes.c_int32),
-        ("bin_shift", ctypes.c_int32),
+        ("bin_scale", ctypes.c_uint32),
         ("sort_min_rows", ctypes.c_int32),
+        ("many_rows", ctypes.c_uint32),
+        ("many_blocks", ctypes.c_uint32),
         ("adjacent", ctypes.c_int32),
     )
 
@@ -242,9 +260,7 @@ def resolve_spec(
     )
 
 
-def copy_spec(
-    launch: CopyLaunch, *, list_capacity: int = LIST_CAPACITIES[0], power_of_two: bool = True
-) -> KernelSpec:
+def copy_spec(launch: CopyLaunch, *, power_of_two: bool = True) -> KernelSpec:
     """The variant of copy.cu for a launch size."""
     return KernelSpec.make(
         "copy.cu",
@@ -254,20 +270,16 @@ def copy_spec(
             "HS_BLOCKS_PER_SM": 1,
             "HS_SIZEOF_ROWS": ctypes.sizeof(_RowArgs),
             "HS_SIZEOF_BLOCKS": ctypes.sizeof(_BlockArgs),
-            "HS_LIST_BYTES": list_bytes(list_capacity),
-            "HS_LIST_CAPACITY": list_capacity,
+            "HS_LIST_BYTES": list_bytes(launch.threads, sorts=True),
+            "HS_CONTROL_BYTES": CONTROL_BYTES,
             "HS_POW2": int(power_of_two),
         },
     )
 
 
-def list_bytes(capacity: int) -> int:
-    """Dynamic shared memory of a block that copies rows (struct Lists of copy.cu).
-
-    Args:
-        capacity: Rows sorted at a time; 0 for a launch that never sorts.
-    """
-    return 8 * capacity + 4 * ADDRESS_BINS + 5 * 1024
+def list_bytes(threads: int, *, sorts: bool) -> int:
+    """Dynamic shared memory of a block that copies rows (struct Lists of copy.cu)."""
+    return 5 * 1024 + (4 * ADDRESS_BINS + threads // 32 * 4 * 768 if sorts else 0)
 
 
 _STATE_THREADS: Final = 512
@@ -408,6 +420,62 @@ class _Layers:
         return self.block_stride_rows * self.row_bytes == self.device_block_bytes
 
 
+@dataclass(frozen=True, kw_only=True)
+class _SortMemory:
+    """Memory of one launch that sorts: rows [entries, 16] uint8, and the address of its control."""
+
+    rows: torch.Tensor
+    control: int
+
+
+class _SortingMemory:
+    """Global memory of launches that sort.
+
+    Two launches that may run at once must not share any. Launches of one stream follow each other
+    and share theirs. A captured launch may be replayed beside anything: it has a control of its
+    own for ever, and rows from the graph's memory pool.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._controls: torch.Tensor | None = None
+        self._used = 0
+        self._of_stream: dict[int, _SortMemory] = {}
+
+    def prepare(self) -> None:
+        """Allocate the controls. Not in a captured region."""
+        size = MAX_SORTS * CONTROL_BYTES
+        self._controls = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        torch.cuda.synchronize(self._device)  # other streams will use them too
+
+    def memory(self, entries: int) -> _SortMemory | None:
+        """Memory for so many rows on the current stream; None when all controls are in use."""
+        with torch.cuda.device(self._device):
+            if torch.cuda.is_current_stream_capturing():
+                return self._make(entries, self._next_control())
+            stream = torch.cuda.current_stream(self._device).cuda_stream
+            known = self._of_stream.get(stream)
+            if known is not None and known.rows.shape[0] >= entries:
+                return known
+            made = self._make(entries, known.control if known else self._next_control())
+            if made is not None:
+                self._of_stream[stream] = made
+            return made
+
+    def _next_control(self) -> int | None:
+        if self._controls is None or self._used == MAX_SORTS:
+            return None
+        self._used += 1
+        return self._controls.data_ptr() + (self._used - 1) * CONTROL_BYTES
+
+    def _make(self, entries: int, control: int | None) -> _SortMemory | None:
+        if control is None:
+            return None
+        shape = (entries, SORTED_ROW_BYTES)
+        rows = torch.empty(shape, dtype=torch.uint8, device=self._device)
+        return _SortMemory(rows=rows, control=control)
+
+
 class CudaBackend:
     """The GPU implementation of `KernelBackend`, for one device."""
 
@@ -442,15 +510,12 @@ class CudaBackend:
         self._num_sms = _device_attribute(index, "MULTIPROCESSOR_COUNT")
         self._shared_per_block = _device_attribute(index, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
         self._shared_per_sm = _device_attribute(index, "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR")
-        self._list_capacity = next(
-            (n for n in LIST_CAPACITIES if list_bytes(n) <= self._shared_per_block),
-            LIST_CAPACITIES[-1],
-        )
         self._compiler = compiler or KernelCompiler(
             default_cache_directory(), driver_version=_driver_version()
         )
         self._entries: dict[tuple[KernelSpec, str], _Entry] = {}
         self._layers: dict[int, tuple[weakref.ref[GroupPages], list[_Layers]]] = {}
+        self._sorting = _SortingMemory(self.device)
         self._prepared = False
         self._profile: torch.Tensor | None = None  # clocks of a profiled variant: benchmarks only
 
@@ -464,11 +529,12 @@ class CudaBackend:
             self._entry(resolve_spec(threads=threads), "hs_resolve")
         for launch in (self.tuning.wide, self.tuning.sorted):
             for name in ("hs_rows_to_device", "hs_rows_to_host"):
-                self._entry(self._copy_spec(launch, 64), name)
+                self._entry(copy_spec(launch), name)
         for name in ("hs_blocks_to_device", "hs_blocks_to_host"):
-            self._entry(self._copy_spec(self.tuning.blocks, 64), name)
+            self._entry(copy_spec(self.tuning.blocks), name)
         for name in ("hs_invalidate", "hs_reset"):
             self._entry(state_spec(), name)
+        self._sorting.prepare()
         self._prepared = True
 
     def make_hot_state(
@@ -651,23 +717,26 @@ class CudaBackend:
             args.list_stride = args.fixed_count = count
             self._launch_rows("hs_rows_to_device", args)
 
-    def _copy_spec(self, launch: CopyLaunch, block_size: int) -> KernelSpec:
-        return copy_spec(
-            launch,
-            list_capacity=self._list_capacity,
-            power_of_two=power_of_two_shift(block_size) >= 0,
-        )
-
     def _launch_rows(self, name: str, args: _RowArgs) -> None:
-        is_sorted = args.sort_min_rows < _NEVER
-        launch = self.tuning.sorted if is_sorted else self.tuning.wide
+        sorts = args.sort_min_rows < _NEVER
+        launch = self.tuning.sorted if sorts else self.tuning.wide
         small = args.counts and args.num_lists <= self.tuning.small_batch_lists
+        blocks = self.tuning.small_batch_blocks if small else launch.blocks
+        memory = None
+        if sorts:
+            blocks = min(blocks, MAX_SORTING_BLOCKS)
+            entries = args.num_lists * args.list_stride
+            if entries >= args.sort_min_rows and args.num_lists <= launch.threads:
+                memory = self._sorting.memory(entries)
+        if memory is not None:
+            args.sorted, args.control = memory.rows.data_ptr(), memory.control
+        spec = copy_spec(launch, power_of_two=power_of_two_shift(args.block_size) >= 0)
         self._launch(
-            self._entry(self._copy_spec(launch, args.block_size), name),
+            self._entry(spec, name),
             args,
-            blocks=self.tuning.small_batch_blocks if small else launch.blocks,
+            blocks=blocks,
             threads=launch.threads,
-            shared_bytes=list_bytes(self._list_capacity if is_sorted else 0),
+            shared_bytes=list_bytes(launch.threads, sorts=sorts),
         )
 
     # --- blocks ----------------------------------------------------------------------------------
@@ -701,8 +770,10 @@ class CudaBackend:
             args.host_blocks = self._on_device("host_blocks", host_blocks)
             args.device_blocks = self._on_device("device_blocks", device_blocks)
             args.num_pairs = device_blocks.shape[0]
+            power_of_two = power_of_two_shift(layers.block_size) >= 0
+            spec = copy_spec(self.tuning.blocks, power_of_two=power_of_two)
             self._launch(
-                self._entry(self._copy_spec(self.tuning.blocks, layers.block_size), name),
+                self._entry(spec, name),
                 args,
                 blocks=self.tuning.blocks.blocks,
                 threads=self.tuning.blocks.threads,
@@ -895,10 +966,12 @@ def _row_args(layers: _Layers, tuning: CudaTuning) -> _RowArgs:
     _fill_layers(args, layers)
     args.block_shift = power_of_two_shift(layers.block_size)
     args.adjacent = int(layers.adjacent)
-    args.bin_shift = max((layers.host_bytes - 1).bit_length() - ADDRESS_BINS.bit_length() + 1, 0)
+    num_blocks = max(layers.host_bytes // layers.host_block_bytes, 1)
+    args.bin_scale = min((ADDRESS_BINS << 32) // num_blocks, 2**32 - 1)
     contiguous = layers.row_bytes * (len(layers.host) if layers.adjacent else 1)
     wide = contiguous > tuning.sort_max_row_bytes
     args.sort_min_rows = _NEVER if wide else tuning.sort_min_rows
+    args.many_rows, args.many_blocks = tuning.many_rows, tuning.many_rows_blocks
     return args
 
 

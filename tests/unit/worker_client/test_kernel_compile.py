@@ -29,9 +29,7 @@ SPECS = {
     ),
     "copy-wide": cuda.copy_spec(TUNING.wide),
     "copy-sorted": cuda.copy_spec(TUNING.sorted),
-    "copy-blocks": cuda.copy_spec(
-        TUNING.blocks, list_capacity=cuda.LIST_CAPACITIES[-1], power_of_two=False
-    ),
+    "copy-blocks": cuda.copy_spec(TUNING.blocks, power_of_two=False),
     "state": cuda.state_spec(),
 }
 ENTRIES = {
