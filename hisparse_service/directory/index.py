@@ -1,10 +1,12 @@
 """The prefix index of one namespace: block key -> block, for whole arrays of keys at once.
 
 A chained hash table whose links are fields of the block rows (`columns.py`): no Python object a
-block, no rebuilds, tombstones or growth, so its cost an operation is the same for a thousand and a
-million blocks. A dict of bytes was measured first: 15,625 random keys took 300 ns each among 1,000
-blocks, but 800 ns among 1,000,000, all cache misses; here the misses overlap, and it is 60 ns
-(benchmarks/bench_directory.py).
+block, no rebuilds, tombstones or growth, so the work an operation is the same for a thousand and a
+million blocks. What grows is how much of it misses the caches: a scattered key takes one line of
+the buckets and one of the rows. A dict of bytes was measured first: 15,625 random keys took 300 ns
+each among 1,000 blocks, but 800 ns among 1,000,000; here the misses overlap
+(benchmarks/bench_directory.py). Blocks that lie in a row are not even looked for: see
+`BlockDirectory.match_prefix`.
 
 Buckets are chosen with a secret seed, so that a client cannot choose keys that share one.
 Only `blocks.py` calls it, on the control loop.
@@ -25,6 +27,10 @@ Blocks = npt.NDArray[np.intp]
 Keys = npt.NDArray[np.uint64]
 """u64 [n, 2]: the low and the high half of each key."""
 
+_BUCKETS_A_BLOCK: Final = 8
+"""4 B each. With 2, an eighth to a quarter of all keys stand behind another in their bucket, and
+each of those costs two cache misses more: 55 ns a key among 1,000,000 blocks, with 8 it is 43
+(benchmarks/bench_directory.py, scattered)."""
 _FEW: Final = 8
 """Up to here a Python loop beats the fixed cost of some thirty numpy calls."""
 _ODD_LOW: Final = 0x9E3779B97F4A7C15
@@ -46,13 +52,20 @@ class KeyIndex:
 
     def __init__(self, columns: BlockColumns, *, seed: int) -> None:
         num_blocks = len(columns.state)
-        bits = max(4, (2 * num_blocks - 1).bit_length())
+        bits = max(4, (_BUCKETS_A_BLOCK * num_blocks - 1).bit_length())
         self._shift = 64 - bits
         self._xor_low = seed & U64_MASK
         self._xor_high = (seed >> 64) & U64_MASK
         # Odd multipliers, secret too.
         self._mul_low = (_ODD_LOW ^ (self._xor_high << 1)) & U64_MASK
         self._mul_high = (_ODD_HIGH ^ (self._xor_low << 1)) & U64_MASK
+        # The same for arrays: a numpy scalar is made only once.
+        self._u64 = tuple(
+            np.uint64(number)
+            for number in (
+                self._xor_low, self._mul_low, self._xor_high, self._mul_high, self._shift,
+            )
+        )  # fmt: skip
         self._heads = np.zeros(1 << bits, np.uint32)
         self._next = columns.next_in_bucket
         self._low = columns.key_low
@@ -64,10 +77,10 @@ class KeyIndex:
         self._dead = np.zeros(num_blocks, np.bool_)
 
     def _buckets(self, low: npt.NDArray[np.uint64], high: npt.NDArray[np.uint64]) -> Blocks:
-        u8 = np.uint64
-        mixed = (low ^ u8(self._xor_low)) * u8(self._mul_low)
-        mixed += (high ^ u8(self._xor_high)) * u8(self._mul_high)
-        mixed >>= u8(self._shift)
+        xor_low, mul_low, xor_high, mul_high, shift = self._u64
+        mixed = (low ^ xor_low) * mul_low
+        mixed += (high ^ xor_high) * mul_high
+        mixed >>= shift
         return mixed.view(np.int64)
 
     def _bucket(self, low: int, high: int) -> int:
@@ -78,7 +91,9 @@ class KeyIndex:
         """Blocks of keys, intp [n]; 0 where there is none."""
         low, high = keys[:, 0], keys[:, 1]
         found = self._heads[self._buckets(low, high)].astype(np.intp)
-        open_ = ((self._low[found] != low) | (self._high[found] != high)) & (found != 0)
+        # The null block ends every chain, and once more where a bucket is empty.
+        open_ = self._low[found] != low
+        open_ |= self._high[found] != high
         pending = np.flatnonzero(open_)
         while pending.size:
             here = self._next[found[pending]].astype(np.intp)
