@@ -581,44 +581,68 @@ class Namespace:
             self._take_blocks(lease, "pinned", reply)
             return lease
 
-    def unpin(self, lease: BlockLease, blocks: npt.ArrayLike) -> None:
+    def unpin(
+        self, lease: BlockLease, blocks: npt.ArrayLike, *, timeout_s: float | None = None
+    ) -> None:
         """End the lease's pins on these blocks.
 
         Raises:
             NotHeld: The lease does not pin one of them; nothing changed.
+            ServiceUnavailable: No answer before the deadline. The lease has them no more, since the
+                daemon may carry it out at any time; it is asked again in the background.
         """
         array = as_blocks(blocks, "blocks")
         with self._session.lock:
             lease.require_granted()
-            self._request(
-                lambda request_id: Unpin(
-                    request_id, self.namespace_id, self._live_id(lease), array.tobytes()
-                ),
-                Done,
-            )
+            try:
+                self._request(
+                    lambda request_id: Unpin(
+                        request_id, self.namespace_id, self._live_id(lease), array.tobytes()
+                    ),
+                    Done,
+                    timeout_s=timeout_s,
+                )
+            except ServiceUnavailable:
+                self.client.late.took(lease, "pinned", array)
+                lease._drop("pinned", array)
+                raise
             lease._drop("pinned", array)
 
-    def abandon(self, lease: BlockLease, blocks: npt.ArrayLike | None = None) -> None:
+    def abandon(
+        self,
+        lease: BlockLease,
+        blocks: npt.ArrayLike | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
         """Give reserved blocks back unpublished; all of the lease's when None.
 
         No copy into them may be in flight.
 
         Raises:
             NotHeld: The lease did not reserve one of them; nothing changed.
+            ServiceUnavailable: As of `unpin`.
         """
         array = empty_blocks() if blocks is None else as_blocks(blocks, "blocks")
         with self._session.lock:
             lease.require_granted()
             if blocks is not None and not len(array):
                 return  # no blocks on the wire mean all of them
-            if lease.lease_id:
-                self._request(
-                    lambda request_id: Abandon(
-                        request_id, self.namespace_id, self._live_id(lease), array.tobytes()
-                    ),
-                    Done,
-                )
-            lease._drop("reserved", None if blocks is None else array)
+            given = lease.reserved_blocks if blocks is None else array
+            try:
+                if lease.lease_id:
+                    self._request(
+                        lambda request_id: Abandon(
+                            request_id, self.namespace_id, self._live_id(lease), array.tobytes()
+                        ),
+                        Done,
+                        timeout_s=timeout_s,
+                    )
+            except ServiceUnavailable:
+                self.client.late.took(lease, "reserved", given)
+                lease._drop("reserved", given)
+                raise
+            lease._drop("reserved", given)
 
     def free(self, lease: BlockLease, blocks: npt.ArrayLike) -> None:
         """Give back blocks that the lease holds: reserved ones return, pinned ones are forgotten.

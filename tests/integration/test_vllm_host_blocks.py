@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -127,6 +128,70 @@ def test_a_daemon_that_comes_back_gives_blocks_back_and_publishes_what_waited(da
     host.flush_publications()
     assert host.lookup(keys(host, 1, 2)) == [first, second]
     assert third in host.namespace.require_pool().table["state"].nonzero()[0]
+
+
+def test_what_is_handed_in_during_a_reservation_hides_no_block(make_host, monkeypatch):
+    """The engine would neither use nor return what it was not told of."""
+    host = make_host(spare_blocks=0)
+    (first, _) = host.reserve(2)
+    reserve = host.namespace.reserve
+
+    def later(*arguments, **options):
+        host.publish(Publication(blocks=[first], keys=keys(host, 1), parent=0))
+        host.flush_publications()
+        return reserve(*arguments, **options)
+
+    monkeypatch.setattr(host.namespace, "reserve", later)
+    assert len(host.reserve(3)) == 3
+    assert host.num_reserved == 1 + 3
+
+
+def blocks_of(host: HostBlocks) -> dict[str, int]:
+    (namespace,) = host.namespace.client.status()["namespaces"]
+    return namespace["blocks"]
+
+
+def test_i3_a_block_that_was_let_go_without_an_answer_is_no_hit_and_loses_no_later_pin(
+    daemon, make_host, monkeypatch
+):
+    """The daemon lets it go when it wakes, and may evict it: whoever read it on would be wrong."""
+    host = make_host()
+    (block,) = publish(host, 1)
+    monkeypatch.setattr(host_blocks, "_ANSWER_TIMEOUT_S", 0.2)
+    daemon.signal(signal.SIGSTOP)
+    try:
+        assert host.unpin([block]) == [block]
+        assert not host.pinned
+    finally:
+        daemon.signal(signal.SIGCONT)
+    wait_until(lambda: host.namespace.is_daemon_there, "awake")
+    wait_until(lambda: blocks_of(host)["pinned"] == 0, "let go")
+    monkeypatch.setattr(host_blocks, "_ANSWER_TIMEOUT_S", 30.0)
+    assert host.lookup(keys(host, 1)) == [block]
+    with host.namespace.session_lock:
+        host.namespace.client.housekeeping()
+    assert blocks_of(host)["pinned"] == 1
+
+
+def test_i1_a_block_given_back_without_an_answer_is_not_taken_from_who_has_it_next(
+    daemon, make_host, monkeypatch
+):
+    host = make_host(spare_blocks=0)
+    host.give_back(host.reserve(NUM_BLOCKS - 1), fence=0)
+    monkeypatch.setattr(host_blocks, "_ANSWER_TIMEOUT_S", 0.2)
+    daemon.signal(signal.SIGSTOP)
+    try:
+        host.flush_returns(completed_fence=1)
+        assert host.num_reserved == 0
+    finally:
+        daemon.signal(signal.SIGCONT)
+    monkeypatch.setattr(host_blocks, "_ANSWER_TIMEOUT_S", 30.0)
+    wait_until(lambda: host.namespace.is_daemon_there, "awake")
+    wait_until(lambda: len(host.reserve(4)) == 4, "blocks again")
+    with host.namespace.session_lock:
+        host.namespace.client.housekeeping()
+    host.flush_returns(completed_fence=1)
+    assert blocks_of(host)["reserved"] == host.num_reserved == 4
 
 
 def test_with_fail_a_long_absence_is_an_error(daemon, make_host):

@@ -18,6 +18,7 @@ Integers and bytes only; imports neither vLLM nor torch. On the scheduler's thre
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import time
 from collections.abc import Iterable, Sequence
@@ -128,9 +129,8 @@ class HostBlocks:
         extra = self.spare_blocks
         while len(taken) < needed:
             wanted = min(needed - len(taken) + extra, limits.MAX_RESERVE_BLOCKS)
-            before = len(self._lease.reserved_blocks)
             try:
-                self.namespace.reserve(wanted, lease=self._lease, timeout_s=self._timeout_s())
+                blocks = self._reserve(wanted)
             except CapacityError:
                 if extra:
                     extra = 0
@@ -140,12 +140,19 @@ class HostBlocks:
                 self._note_away(error)
                 break
             self._away_since_s = None
-            blocks = self._lease.reserved_blocks[before:]
-            self._remember(blocks, self._lease.reserved_generations[before:])
-            taken += [int(block) for block in blocks]
+            taken += blocks
         if len(taken) < needed:
             self.totals.refused_reservations += 1
         return taken
+
+    def _reserve(self, wanted: int) -> list[int]:
+        # The last ones of the lease are the new ones. While the request waited, blocks that were
+        # published in the background left the lease before them.
+        with self.namespace.session_lock:
+            self.namespace.reserve(wanted, lease=self._lease, timeout_s=self._timeout_s())
+            blocks = self._lease.reserved_blocks[-wanted:]
+            self._remember(blocks, self._lease.reserved_generations[-wanted:])
+        return [int(block) for block in blocks]
 
     def lookup(self, keys: bytes) -> list[int]:
         """Blocks of the longest published prefix of `keys`, pinned. Empty while it is away."""
@@ -226,10 +233,10 @@ class HostBlocks:
         if not blocks or not self.namespace.is_daemon_there:
             return ()
         part = blocks[:_MAX_PER_MESSAGE]
-        try:
-            self.namespace.unpin(self._lease, part)
-        except ServiceUnavailable:
-            return ()
+        # Without an answer they are gone too: a daemon that hangs may let them go when it is back,
+        # and evict them, and a request that took them for a hit would read another prefix's rows.
+        with contextlib.suppress(ServiceUnavailable):
+            self.namespace.unpin(self._lease, part, timeout_s=_ANSWER_TIMEOUT_S)
         self._forget(part)
         return part
 
@@ -273,10 +280,9 @@ class HostBlocks:
         if not part:
             return
         try:
-            self.namespace.abandon(self._lease, part)
+            self.namespace.abandon(self._lease, part, timeout_s=_ANSWER_TIMEOUT_S)
         except ServiceUnavailable:
-            self._returns.extendleft((0, block) for block in reversed(part))
-            return
+            pass  # the client asks again, unless they were reserved anew meanwhile
         except (UsageError, LeaseError) as error:
             logger.warning("hisparse-service: %s", error)
         self._forget(part)
@@ -288,7 +294,7 @@ class HostBlocks:
         if not completed:
             return
         try:
-            result = self.namespace.mirror(completed=completed)
+            result = self.namespace.mirror(completed=completed, timeout_s=_ANSWER_TIMEOUT_S)
         except (UsageError, CapacityError) as error:
             if len(completed) > 1:
                 # One refused item refuses the message: the others are not to blame.
