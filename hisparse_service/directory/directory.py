@@ -56,6 +56,7 @@ from hisparse_service.directory.lookup import Lookup
 from hisparse_service.directory.namespaces import Namespace, Quotas, as_blocks, as_u32
 from hisparse_service.directory.one_block import (
     OneCompleted,
+    OneReserved,
     can_reserve_one,
     publish_one,
     reserve_one,
@@ -755,45 +756,47 @@ class Directory:
         Returns:
             Whether it was done; False: nothing was changed, and `mirror_completed` says why.
         """
-        found = self._writing(session, namespace, item.lease_id)
-        if found is None or not publish_one(found[0], found[1], item):
+        account, owner = self._accounts.get(session), self._namespaces.get(namespace)
+        if account is None or owner is None or not _is_writer(account, owner):
             return False
-        _, lease = found
+        lease = _granted(account, owner, item.lease_id)
+        if lease is None or not publish_one(owner, lease, item):
+            return False
         self._leases.renew(lease, now_s=now_s)
-        if lease.account.group:
-            self._renew_writers(lease.account, now_s)
+        if account.group:
+            self._renew_writers(account, now_s)
         return True
 
     def reserve_one(
         self, session: int, namespace: int, lease_id: int, *, now_s: float
-    ) -> tuple[int, int] | None:
-        """`reserve` of one block into a lease that is there, for the common case.
+    ) -> OneReserved | None:
+        """`reserve` of one block, for the common case.
 
         Returns:
-            (block, generation); None: nothing was changed, and `reserve` says why or evicts.
+            None: nothing was changed, and `reserve` says why or evicts.
         """
-        found = self._writing(session, namespace, lease_id)
-        if found is None or not can_reserve_one(found[0], found[1].account):
+        account, owner = self._accounts.get(session), self._namespaces.get(namespace)
+        if (
+            account is None
+            or owner is None
+            or not _is_writer(account, owner)
+            or not can_reserve_one(owner, account)
+        ):
             return None
-        owner, lease = found
+        if lease_id:
+            lease = _granted(account, owner, lease_id)
+        else:
+            lease = self._new_lease(account, owner, now_s)
+        if lease is None:
+            return None
         self._leases.renew(lease, now_s=now_s)
         return reserve_one(owner, lease)
 
-    def _writing(
-        self, session: int, namespace: int, lease_id: int
-    ) -> tuple[Namespace, Lease] | None:
-        """The namespace and the lease, if the session may write with it now."""
-        account, owner = self._accounts.get(session), self._namespaces.get(namespace)
-        if account is None or owner is None:
+    def _new_lease(self, account: SessionAccount, owner: Namespace, now_s: float) -> Lease | None:
+        """None: the quota is full."""
+        if not owner.has_room(account, leases=1):
             return None
-        if account.group:
-            writer = owner.writers.get(account.group)
-            if writer is None or writer.session != session:
-                return None
-        lease = account.leases.get(lease_id)
-        if lease is None or lease.state is not LeaseState.GRANTED or lease.namespace != namespace:
-            return None
-        return owner, lease
+        return self._renewed(account, owner, None, now_s)
 
     def num_free(self, namespace: int) -> int:
         """Blocks that can be reserved without evicting others."""
@@ -1049,6 +1052,22 @@ class Directory:
         if owner is not None:
             refusals = owner.statistics.refusals
             refusals[code] = refusals.get(code, 0) + 1
+
+
+def _is_writer(account: SessionAccount, owner: Namespace) -> bool:
+    """`Directory._writer` as a question."""
+    if not account.group:
+        return True
+    writer = owner.writers.get(account.group)
+    return writer is not None and writer.session == account.session_id
+
+
+def _granted(account: SessionAccount, owner: Namespace, lease_id: int) -> Lease | None:
+    """`LeaseTable.require_live` as a question."""
+    lease = account.leases.get(lease_id)
+    if lease is None or lease.state is not LeaseState.GRANTED or lease.namespace != owner.namespace:
+        return None
+    return lease
 
 
 def _check_group(account: SessionAccount, group: str) -> None:

@@ -158,10 +158,12 @@ class Namespace:
             account.usage, self.usage, reserved=reserved, pins=pins, leases=int(leases)
         )
 
-    def has_room(self, account: SessionAccount, *, reserved: int = 0, pins: int = 0) -> bool:
+    def has_room(
+        self, account: SessionAccount, *, reserved: int = 0, pins: int = 0, leases: int = 0
+    ) -> bool:
         """Whether `check_quota` would let so much pass."""
         try:
-            self.check_quota(account, reserved=reserved, pins=pins)
+            self.check_quota(account, reserved=reserved, pins=pins, leases=leases)
         except QuotaExceeded:
             return False
         return True

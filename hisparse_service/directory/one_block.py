@@ -39,6 +39,15 @@ class OneCompleted(NamedTuple):
     parent_generation: int
 
 
+class OneReserved(NamedTuple):
+    """A `ReserveResult` of one block."""
+
+    lease_id: int
+    deadline_s: float
+    block: int
+    generation: int
+
+
 def publish_one(owner: Namespace, lease: Lease, item: OneCompleted) -> bool:
     """Publish a block of a granted lease whose key nobody published; False: nothing changed."""
     _, block, generation, key, parent, parent_generation = item
@@ -83,8 +92,8 @@ def can_reserve_one(owner: Namespace, account: SessionAccount) -> bool:
     )
 
 
-def reserve_one(owner: Namespace, lease: Lease) -> tuple[int, int]:
-    """(block, generation) reserved into a granted lease."""
+def reserve_one(owner: Namespace, lease: Lease) -> OneReserved:
+    """A block reserved into a granted lease."""
     blocks = owner.blocks
     block = blocks.reserve_one(holder=lease.lease_id)
     lease.reserved.add(block)
@@ -93,4 +102,5 @@ def reserve_one(owner: Namespace, lease: Lease) -> tuple[int, int]:
     statistics = owner.statistics
     statistics.reserves += 1
     statistics.blocks_reserved += 1
-    return block, blocks.columns.generation_view[block]
+    generation = blocks.columns.generation_view[block]
+    return OneReserved(lease.lease_id, lease.deadline_s, block, generation)

@@ -40,6 +40,15 @@ def _blocks_reply(
 
 def reserve(state: ServerState, client: Client, request: m.Reserve, now_s: float) -> m.Reply:
     """Blocks to write."""
+    if request.num_blocks == 1:
+        one = state.directory.reserve_one(
+            client.session.session_id, request.namespace_id, request.lease_id, now_s=now_s
+        )
+        if one is not None:
+            return m.BlocksReply(
+                request.request_id, state.options.epoch, one.lease_id, int(one.deadline_s * 1e9),
+                _U32.pack(one.block), _U32.pack(one.generation),
+            )  # fmt: skip
     result = state.directory.reserve(
         client.session.session_id, request.namespace_id, request.num_blocks, request.lease_id,
         now_s=now_s,
@@ -234,7 +243,9 @@ def _reserve_item(
         one = state.directory.reserve_one(session_id, namespace_id, item.lease_id, now_s=now_s)
         if one is not None:
             crash_point(_AFTER_RESERVED)
-            return m.ReservedItem(item.lease_id, _U32.pack(one[0]), _U32.pack(one[1]))
+            return m.ReservedItem(
+                item.lease_id, _U32.pack(one.block), _U32.pack(one.generation)
+            )  # fmt: skip
     try:
         got = state.directory.reserve(
             session_id, namespace_id, item.num_blocks, item.lease_id, now_s=now_s

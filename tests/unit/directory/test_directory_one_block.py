@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hisparse_service.contract.errors import HiSparseError
 from hisparse_service.contract.segment import BlockState
-from hisparse_service.directory.one_block import OneCompleted
+from hisparse_service.directory.one_block import OneCompleted, OneReserved
 from hisparse_service.directory.results import MirrorItem, Quota
 
 CAPACITY = 6
@@ -31,17 +31,19 @@ class Twin:
 
     def reserve(self, session: int, lease_at: int) -> object:
         directory, now_s = self.world.directory, self.world.clock.now_s
-        leases = [lease for owner, lease, _, _ in self.granted if owner == session] or [0]
+        leases = [0, *(lease for owner, lease, _, _ in self.granted if owner == session)]
         lease = leases[lease_at % len(leases)]
         one = None
-        if self.in_short and lease:
+        if self.in_short:
             one = directory.reserve_one(session, 1, lease, now_s=now_s)
         if one is None:
             got = directory.reserve(session, 1, 1, lease, now_s=now_s)
-            lease, one = got.lease_id, (int(got.blocks[0]), int(got.generations[0]))
+            one = OneReserved(
+                got.lease_id, got.deadline_s, int(got.blocks[0]), int(got.generations[0])
+            )
         else:
             self.took_short_way += 1
-        self.granted.append((session, lease, *one))
+        self.granted.append((session, one.lease_id, one.block, one.generation))
         return one
 
     def complete(
@@ -126,7 +128,9 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("release"), st.tuples(SMALL)),
     st.tuples(st.just("wait"), st.tuples(st.integers(1, 20))),
 )
-QUOTAS = st.sampled_from([None, Quota(max_pins=2), Quota(max_reserved_blocks=2)])
+QUOTAS = st.sampled_from(
+    [None, Quota(max_pins=2), Quota(max_reserved_blocks=2), Quota(max_leases=2)]
+)
 
 
 @settings(max_examples=600, deadline=None)
@@ -143,10 +147,10 @@ def test_the_common_case_goes_the_short_way():
     twin = Twin(in_short=True)
     first = twin.reserve(1, 0)
     block = twin.complete(0, 0, 0, 1, 0, 0)
-    twin.reserve(1, 0)
+    twin.reserve(1, 1)
     assert twin.complete(1, 1, 2, 1, 1, 0) == twin.granted[1][2:]
-    assert first == block
-    assert twin.took_short_way == 3
+    assert (first.block, first.generation) == block
+    assert twin.took_short_way == 4
     assert twin.world.found((0, 2)) == 2
 
 
@@ -247,4 +251,6 @@ def test_a_full_quota_is_left_to_the_general_way():
     assert world.directory.reserve_one(1, 1, lease.lease_id, now_s=0.0) is None
     world.directory.set_session_quota(Quota(max_pins=1, max_reserved_blocks=2))
     assert world.directory.reserve_one(1, 1, lease.lease_id, now_s=0.0) is not None
+    world.directory.set_session_quota(Quota(max_leases=1))
+    assert world.directory.reserve_one(1, 1, 0, now_s=0.0) is None
     assert world.directory.publish_one(1, 1, item, now_s=0.0)
