@@ -244,6 +244,11 @@ class BlockDirectory:
         self.columns.state[blocks] = BlockState.WRITING
         self._records.store_state(blocks, BlockState.WRITING)
 
+    def start_writing_one(self, block: int) -> None:
+        """`start_writing` of one RESERVED block."""
+        self.columns.state_view[block] = BlockState.WRITING
+        self._records.store_state_one(block, BlockState.WRITING)
+
     def give_back(self, blocks: Blocks) -> None:
         """RESERVED, WRITING -> FREE."""
         if blocks.size:

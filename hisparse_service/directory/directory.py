@@ -36,6 +36,7 @@ from hisparse_service.contract.limits import (
     FINGERPRINT_BYTES,
     LEASE_TTL_S,
     LOOKUP_SLICE_KEYS,
+    MAX_BATCH_ITEMS,
     MAX_BLOCKS_PER_BACKING,
     MAX_BLOCKS_PER_MESSAGE,
     MAX_EXPIRED_LEASES,
@@ -58,6 +59,7 @@ from hisparse_service.directory.one_block import (
     OneCompleted,
     OneReserved,
     can_reserve_one,
+    enqueue_ones,
     publish_one,
     reserve_one,
 )
@@ -763,6 +765,35 @@ class Directory:
         if lease is None or not publish_one(owner, lease, item):
             return False
         self._leases.renew(lease, now_s=now_s)
+        if account.group:
+            self._renew_writers(account, now_s)
+        return True
+
+    def enqueue_ones(
+        self, session: int, namespace: int, handles: Sequence[tuple[int, int, int]], *, now_s: float
+    ) -> bool:
+        """`mirror_enqueued` of one block an item, and `renew` of their leases.
+
+        Args:
+            session: Who asks.
+            namespace: Where.
+            handles: (lease id, block, generation) each.
+            now_s: Monotonic time.
+
+        Returns:
+            Whether it was done; False: nothing was changed, and `mirror_enqueued` says why.
+        """
+        account, owner = self._accounts.get(session), self._namespaces.get(namespace)
+        if (
+            account is None
+            or owner is None
+            or len(handles) > MAX_BATCH_ITEMS
+            or not _is_writer(account, owner)
+            or not enqueue_ones(owner, account, handles)
+        ):
+            return False
+        for lease_id, _, _ in handles:
+            self._leases.renew(account.leases[lease_id], now_s=now_s)
         if account.group:
             self._renew_writers(account, now_s)
         return True

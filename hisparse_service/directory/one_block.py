@@ -15,12 +15,15 @@ Only `directory.py` calls it, on the control loop.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from hisparse_service.contract.segment import BlockState
 from hisparse_service.directory.leases import Lease, SessionAccount
 from hisparse_service.directory.namespaces import Namespace
+from hisparse_service.directory.states import LeaseState
 
+_GRANTED: Final = LeaseState.GRANTED
 _HALVES: Final = struct.Struct("<QQ")
 _RESERVED: Final = BlockState.RESERVED
 _WRITING: Final = BlockState.WRITING
@@ -79,6 +82,43 @@ def publish_one(owner: Namespace, lease: Lease, item: OneCompleted) -> bool:
         usage.pins += 1
     owner.statistics.publishes += 1
     owner.emit_published(block, key)
+    return True
+
+
+def enqueue_ones(
+    owner: Namespace, account: SessionAccount, handles: Sequence[tuple[int, int, int]]
+) -> bool:
+    """RESERVED, WRITING -> WRITING for blocks of granted leases; False: nothing changed.
+
+    Args:
+        owner: The namespace.
+        account: Of a session that may write there.
+        handles: (lease id, block, generation) each.
+    """
+    blocks = owner.attached
+    if blocks is None:
+        return False
+    columns, leases = blocks.columns, account.leases
+    states, generations, holders = (
+        columns.state_view, columns.generation_view, columns.holder_view
+    )  # fmt: skip
+    starting = []
+    for lease_id, block, generation in handles:
+        lease = leases.get(lease_id)
+        if (
+            lease is None
+            or lease.state is not _GRANTED
+            or lease.namespace != owner.namespace
+            or not 0 < block < blocks.num_blocks
+            or generations[block] != generation
+            or holders[block] != lease_id
+        ):
+            return False
+        # Whose holder is a lease is RESERVED or WRITING; who fills row by row comes again.
+        if states[block] == _RESERVED:
+            starting.append(block)
+    for block in starting:
+        blocks.start_writing_one(block)
     return True
 
 

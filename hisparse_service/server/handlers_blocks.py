@@ -132,26 +132,70 @@ def unpin(
 def mirror_batch(
     state: ServerState, client: Client, request: m.MirrorBatch, now_s: float
 ) -> m.Reply:
-    """Enqueued, completed and further reservations of one decode step."""
-    if len(request.completed) == 1 and len(request.reserve) <= 1 and not request.enqueued:
-        reply = _mirror_one(state, client, request, now_s)
+    """Enqueued, completed and further reservations of one decode step.
+
+    Enqueued goes first: RESERVED to WRITING loses nothing if the rest is then refused.
+    """
+    entry = entry_of(state, request.namespace_id)
+    if request.completed and request.key_space != entry.key_space:
+        raise ForeignKeys(
+            f"the keys were made for another namespace than {entry.namespace_id} ({entry.name})",
+            remedy="Make keys with the fingerprint that this namespace was opened with",
+            namespace=entry.namespace_id,
+        )
+    if len(request.reserve) > 1:
+        _check_reserves(request)
+    if request.enqueued:
+        _enqueue(state, client, request, now_s)
+    if len(request.completed) == 1 and len(request.reserve) <= 1:
+        reply = _complete_one(state, client, request, now_s)
         if reply is not None:
             return reply
-    return _mirror_many(state, client, request, now_s)
+    return _complete_many(state, client, request, now_s)
 
 
-def _mirror_one(
+def _enqueue(state: ServerState, client: Client, request: m.MirrorBatch, now_s: float) -> None:
+    directory, session_id = state.directory, client.session.session_id
+    namespace_id, items = request.namespace_id, request.enqueued
+    view = state.metrics.backings.get(namespace_id)
+    handles: list[tuple[int, int, int]] = []
+    for item in items:
+        if len(item.blocks) != 4 or len(item.generations) != 4:
+            break
+        handles.append((item.lease_id, *_HANDLE.unpack(item.blocks + item.generations)))
+    if len(handles) == len(items) and directory.enqueue_ones(
+        session_id, namespace_id, handles, now_s=now_s
+    ):
+        if view is not None:
+            view.clock.enqueued_ones([block for _, block, _ in handles], int(now_s * 1e9))
+        crash_point(_AFTER_ENQUEUED)
+        return
+    enqueued = [
+        MirrorItem(
+            lease_id=item.lease_id,
+            blocks=u32_array(item.blocks, what="blocks"),
+            generations=u32_array(item.generations, what="generations"),
+        )
+        for item in items
+    ]
+    directory.mirror_enqueued(session_id, namespace_id, enqueued)
+    crash_point(_AFTER_ENQUEUED)
+    directory.renew(session_id, {item.lease_id for item in items}, now_s=now_s)
+    if view is not None:
+        for each in enqueued:
+            view.clock.enqueued(each.blocks, int(now_s * 1e9))
+
+
+def _complete_one(
     state: ServerState, client: Client, request: m.MirrorBatch, now_s: float
 ) -> m.MirrorReply | None:
-    """One new block is completed, and at most one reserved: None where that is not so simple."""
+    """One new block is completed: None where that is not so simple, and nothing was changed."""
     (item,) = request.completed
     reserve = request.reserve
     namespace_id = request.namespace_id
-    entry = state.namespaces.get(namespace_id)
     if (
         len(item.blocks) != 4 or len(item.generations) != 4 or len(item.keys) != BLOCK_KEY_BYTES
-        or item.checksums or entry is None or request.key_space != entry.key_space
-        or (reserve and reserve[0].num_blocks != 1)
+        or item.checksums
     ):  # fmt: skip
         return None
     directory, session_id = state.directory, client.session.session_id
@@ -176,28 +220,11 @@ def _mirror_one(
     )  # fmt: skip
 
 
-def _mirror_many(
+def _complete_many(
     state: ServerState, client: Client, request: m.MirrorBatch, now_s: float
 ) -> m.MirrorReply:
-    """Enqueued goes first: RESERVED to WRITING loses nothing if the rest is then refused."""
     directory, session_id = state.directory, client.session.session_id
-    _check_key_space(state, request)
-    _check_reserves(request)
     view = state.metrics.backings.get(request.namespace_id)
-    if request.enqueued:
-        enqueued = [
-            MirrorItem(
-                lease_id=item.lease_id,
-                blocks=u32_array(item.blocks, what="blocks"),
-                generations=u32_array(item.generations, what="generations"),
-            )
-            for item in request.enqueued
-        ]
-        directory.mirror_enqueued(session_id, request.namespace_id, enqueued)
-        crash_point(_AFTER_ENQUEUED)
-        if view is not None:
-            for each in enqueued:
-                view.clock.enqueued(each.blocks, int(now_s * 1e9))
     canonical_blocks = canonical_generations = b""
     if request.completed:
         items = [_completed_item(item) for item in request.completed]
@@ -208,9 +235,7 @@ def _mirror_many(
         canonical_blocks = b"".join([item.blocks.tobytes() for item in completed])
         canonical_generations = b"".join([item.generations.tobytes() for item in completed])
         crash_point(_AFTER_COMPLETED)
-    touched = {item.lease_id for item in request.completed}
-    touched.update(item.lease_id for item in request.enqueued)
-    directory.renew(session_id, touched, now_s=now_s)
+    directory.renew(session_id, {item.lease_id for item in request.completed}, now_s=now_s)
     return m.MirrorReply(
         request.request_id, state.options.epoch, canonical_blocks, canonical_generations,
         int((now_s + state.options.lease_ttl_s) * 1e9),
@@ -265,16 +290,6 @@ def _check_reserves(request: m.MirrorBatch) -> None:
             remedy="Reserve in several messages",
             limit=MAX_RESERVE_BLOCKS,
             value=wanted,
-        )
-
-
-def _check_key_space(state: ServerState, request: m.MirrorBatch) -> None:
-    entry = entry_of(state, request.namespace_id)
-    if request.completed and request.key_space != entry.key_space:
-        raise ForeignKeys(
-            f"the keys were made for another namespace than {entry.namespace_id} ({entry.name})",
-            remedy="Make keys with the fingerprint that this namespace was opened with",
-            namespace=entry.namespace_id,
         )
 
 

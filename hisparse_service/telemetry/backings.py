@@ -50,6 +50,13 @@ class MirrorClock:
         else:
             self.enqueued_ns[blocks] = now_ns
 
+    def enqueued_ones(self, blocks: list[int], now_ns: int) -> None:
+        """`enqueued` of a few blocks."""
+        self.enqueued_total += len(blocks)
+        view = self._view
+        for block in blocks:
+            view[block] = now_ns
+
     def completed_one(self, block: int, now_ns: int) -> None:
         """`completed` of one block."""
         self.completed_total += 1

@@ -76,6 +76,22 @@ class Twin:
         self.published.append(answer)
         return answer
 
+    def enqueue(self, session: int, items: list[tuple[int, int, bool]]) -> object:
+        """Items of (lease, block, whether the handle is an older one)."""
+        directory, now_s = self.world.directory, self.world.clock.now_s
+        handles = []
+        for lease_at, at, is_old in items if self.granted else ():
+            _, _, block, generation = self.granted[at % len(self.granted)]
+            lease = self.granted[lease_at % len(self.granted)][1]
+            handles.append((lease, block, generation - is_old))
+        if self.in_short and directory.enqueue_ones(session, 1, handles, now_s=now_s):
+            self.took_short_way += 1
+            return None
+        mirrors = [MirrorItem(lease, u32(block), u32(age)) for lease, block, age in handles]
+        directory.mirror_enqueued(session, 1, mirrors)
+        directory.renew(session, [lease for lease, _, _ in handles], now_s=now_s)
+        return None
+
     def release(self, at: int) -> object:
         if not self.granted:
             return None
@@ -125,6 +141,19 @@ OPERATIONS = st.one_of(
     COMPLETE,
     COMPLETE_OWN,
     COMPLETE_OWN,
+    st.tuples(
+        st.just("enqueue"),
+        st.tuples(
+            SESSIONS,
+            st.lists(
+                st.one_of(
+                    SMALL.map(lambda at: (at, at, False)),
+                    st.tuples(SMALL, SMALL, st.sampled_from([False, False, True])),
+                ),
+                max_size=3,
+            ),
+        ),
+    ),
     st.tuples(st.just("release"), st.tuples(SMALL)),
     st.tuples(st.just("wait"), st.tuples(st.integers(1, 20))),
 )
@@ -152,6 +181,29 @@ def test_the_common_case_goes_the_short_way():
     assert (first.block, first.generation) == block
     assert twin.took_short_way == 4
     assert twin.world.found((0, 2)) == 2
+
+
+def test_enqueued_blocks_of_one_each_are_written_from_then_on():
+    twin = Twin(in_short=True)
+    first, second = twin.reserve(1, 0), twin.reserve(1, 1)
+    for _ in range(2):  # a block fills row by row
+        twin.enqueue(1, [(0, 0, False), (1, 1, False)])
+        states = twin.world.table["state"][[first.block, second.block]].tolist()
+        assert states == [BlockState.WRITING] * 2
+    assert twin.took_short_way == 4
+    twin.complete(0, 0, 0, 1, 0, 0)
+    for handles in (
+        [(second.lease_id, second.block, second.generation), first[:1] + first[2:]],
+        [(second.lease_id, second.block, second.generation + 1)],
+        [(99, second.block, second.generation)],
+        [(second.lease_id, CAPACITY + 1, 1)],
+    ):
+        before = twin.world.table.tobytes()
+        assert not twin.world.directory.enqueue_ones(1, 1, handles, now_s=0.0), handles
+        assert twin.world.table.tobytes() == before
+    assert not twin.world.directory.enqueue_ones(
+        2, 1, [(second.lease_id, second.block, 1)], now_s=0
+    )
 
 
 def make_group_world() -> World:
