@@ -650,6 +650,8 @@ _HEAD_DECODER: Final = msgspec.msgpack.Decoder(_Head)
 _REPLY_DECODER = msgspec.msgpack.Decoder(AnyReply)
 _EVENT_DECODER = msgspec.msgpack.Decoder(Event)
 _ENCODER = msgspec.msgpack.Encoder()
+_U32_VALUES: Final = np.dtype("<u4")
+_U64_VALUES: Final = np.dtype("<u8")
 
 
 def encode(message: Request | Reply | Event) -> bytes:
@@ -756,7 +758,9 @@ def u32_array(data: bytes, *, what: str) -> npt.NDArray[np.uint32]:
     Raises:
         MalformedMessage: The length is not a multiple of 4.
     """
-    return _view(data, "<u4", what)
+    if len(data) & 3:
+        raise _no_whole_number(data, 4, what)
+    return np.frombuffer(data, _U32_VALUES)
 
 
 def u64_array(data: bytes, *, what: str) -> npt.NDArray[np.uint64]:
@@ -765,7 +769,9 @@ def u64_array(data: bytes, *, what: str) -> npt.NDArray[np.uint64]:
     Raises:
         MalformedMessage: The length is not a multiple of 8.
     """
-    return _view(data, "<u8", what)
+    if len(data) & 7:
+        raise _no_whole_number(data, 8, what)
+    return np.frombuffer(data, _U64_VALUES)
 
 
 def num_keys(keys: bytes) -> int:
@@ -793,8 +799,5 @@ def event_handles(data: bytes) -> list[bytes]:
     return [data[start : start + width] for start in range(0, len(data), width)]
 
 
-def _view(data: bytes, dtype: str, what: str) -> npt.NDArray[Any]:
-    width = np.dtype(dtype).itemsize
-    if len(data) % width:
-        raise _malformed(f"{what}: {len(data)} bytes are no whole number of {width} B values")
-    return np.frombuffer(data, dtype)
+def _no_whole_number(data: bytes, width: int, what: str) -> MalformedMessage:
+    return _malformed(f"{what}: {len(data)} bytes are no whole number of {width} B values")
