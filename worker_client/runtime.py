@@ -28,6 +28,7 @@ from worker_client.kernels.interface import (
     GroupPages,
     HotState,
     KernelBackend,
+    Overlap,
     ResidencyTables,
     ResolvePlan,
     StepInputs,
@@ -219,7 +220,9 @@ class HiSparseIndexGroup:
             self.backend.gather(pages=self.pages(), plan=plan)
             return
         self.prefetch.start(
-            lambda start, stop: self.backend.gather(pages=self.layer_pages(start, stop), plan=plan)
+            lambda start, stop: self.backend.gather(
+                pages=self.layer_pages(start, stop), plan=plan, overlap=Overlap.COMPUTE
+            )
         )
 
     def wait_rows(self, layer: int | None = None) -> None:

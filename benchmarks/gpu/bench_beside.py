@@ -19,7 +19,7 @@ from benchmarks.gpu.products import SHAPES, Product
 from benchmarks.gpu.workloads import DEVICE, Pool, device_pages, median
 from hisparse_service.contract.errors import HiSparseError
 from worker_client.kernels.cuda import CopyLaunch, CudaBackend, CudaTuning
-from worker_client.kernels.interface import ResolvePlan
+from worker_client.kernels.interface import Overlap, ResolvePlan
 
 CHAIN_US = 7_000
 """Length of the chain of products that is timed."""
@@ -96,7 +96,7 @@ def time_products(
         with torch.cuda.stream(side):
             for index, event in enumerate(ends):
                 plan = gathers.plans[index % len(gathers.plans)]
-                gathers.backend.gather(pages=gathers.work.pages, plan=plan)
+                gathers.backend.gather(pages=gathers.work.pages, plan=plan, overlap=Overlap.COMPUTE)
                 event.record()
                 moved.append(plan)
     product.run(count)
@@ -148,7 +148,7 @@ def make_gathers(
     base: CudaTuning, kind: str, launch: CopyLaunch, work: Workload, plans: list[ResolvePlan],
     cluster: int = 1,
 ) -> Gathers:  # fmt: skip
-    backend = ClusterBackend(DEVICE, tuning=replace(base, **{kind: launch}))
+    backend = ClusterBackend(DEVICE, tuning=replace(base, **{f"{kind}_beside": launch}))
     backend.cluster_blocks = cluster
     backend.prepare()
     return Gathers(
@@ -218,7 +218,7 @@ class Beside:
         for kind, work in self._works.items():
             usual = Gathers(
                 backend=self._backend, work=work, plans=self._plans[kind], kind=kind,
-                launch=getattr(self._backend.tuning, kind),
+                launch=getattr(self._backend.tuning, f"{kind}_beside"),
             )  # fmt: skip
             for product in self._products.values():
                 name = f"beside_product.default.{kind}.{product.shape.name}"
@@ -230,7 +230,7 @@ class Beside:
     def sizes(self, sizes_of: Callable[[CopyLaunch], Iterable[Size]]) -> None:
         """Other launch sizes; one that fails does not take the others with it."""
         for kind, work in self._works.items():
-            for size in sizes_of(getattr(self._backend.tuning, kind)):
+            for size in sizes_of(getattr(self._backend.tuning, f"{kind}_beside")):
                 try:
                     self._measure(kind, work, size)
                 except (HiSparseError, RuntimeError) as error:  # no kernel is built for it

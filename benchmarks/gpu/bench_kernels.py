@@ -135,7 +135,8 @@ def bench_single(report: Report, backend: CudaBackend, pool: Pool) -> None:
             if not report.wants(f"gather.single.{label}" + ("" if permute else ".fixed_order")):
                 continue
             work = single_work(backend, pool, requests, permute=permute)
-            rate, us, misses = time_gather(backend, work.pages, work.planned(12))
+            # As many plans as calls: translations are as the steps of a trace leave them.
+            rate, us, misses = time_gather(backend, work.pages, work.planned(24), repeats=21)
             report.add(
                 f"gather.single.{label}" + ("" if permute else ".fixed_order"), rate, "GB/s",
                 reference=peer if permute else None, required=required if permute else None,
@@ -146,8 +147,8 @@ def bench_single(report: Report, backend: CudaBackend, pool: Pool) -> None:
 def bench_cold(report: Report, backend: CudaBackend, pool: Pool) -> None:
     pages = single_pages(pool, 64 * 64 + 100)
     for name, plans, peer, required in (
-        ("contexts", context_plans(backend, pages, 6), 32.0, 42.0),
-        ("uniform", [uniform_plan(pages, 64, seed) for seed in range(6)], 19.5, 34.0),
+        ("contexts", context_plans(backend, pages, 18), 32.0, 42.0),
+        ("uniform", [uniform_plan(pages, 64, seed) for seed in range(18)], 19.5, 34.0),
     ):
         if not report.wants(f"gather.cold.{name}"):
             continue
@@ -224,13 +225,13 @@ def bench_staging(report: Report, backend: CudaBackend, pool: Pool) -> None:
         name = f"staging.{count}" + ("" if kind == "uniform" else f".{kind}")
         if not report.wants(name):
             continue
-        slots = [staging_slots(pages, kind, count, seed) for seed in range(6)]
+        slots = [staging_slots(pages, kind, count, seed) for seed in range(18)]
         out = torch.empty((1, count, ROW), dtype=torch.uint8, device=DEVICE)
         times = time_us(
             lambda i, slots=slots, out=out: backend.stage(
-                pages=pages, host_slots=slots[i % 6], out=out
+                pages=pages, host_slots=slots[i], out=out
             ),
-            repeats=11,
+            repeats=15,
         )
         report.add(
             name, count * ROW / median(times) / 1e3, "GB/s", reference=peer, required=required,

@@ -17,7 +17,7 @@ from benchmarks.gpu.measure import ROW, Report, Workload, clone_inputs
 from benchmarks.gpu.products import SHAPES, Product, calibrated
 from benchmarks.gpu.workloads import Pool, device_pages, median, time_us
 from worker_client.kernels.cuda import CudaBackend
-from worker_client.kernels.interface import GroupPages, StepInputs
+from worker_client.kernels.interface import GroupPages, Overlap, StepInputs
 
 LAYERS_OF_GROUPS = (4,) * 18 + (3,) * 2
 NUM_LAYERS = sum(LAYERS_OF_GROUPS)
@@ -62,9 +62,9 @@ class Group:
             state=work.state, tables=work.tables, inputs=self.inputs, plan=work.plan
         )
 
-    def gather(self, pages: GroupPages | None = None) -> None:
+    def gather(self, pages: GroupPages | None = None, overlap: Overlap = Overlap.NONE) -> None:
         """Gather the planned rows of these layers, by default all."""
-        self.work.backend.gather(pages=pages or self.pages, plan=self.work.plan)
+        self.work.backend.gather(pages=pages or self.pages, plan=self.work.plan, overlap=overlap)
 
     def draw(self) -> None:
         """Copy the next step's inputs to where the graph reads them."""
@@ -113,14 +113,14 @@ def run_step(groups: list[Group], order: Order, compute: Callable[[], None]) -> 
                 side.wait_stream(main)
                 with torch.cuda.stream(side):
                     groups[index + 1].resolve()
-                    groups[index + 1].gather()
+                    groups[index + 1].gather(overlap=Overlap.COMPUTE)
         elif is_moving:
             group.resolve()
             if order is Order.SPLIT:
                 group.gather(group.leader)
                 side.wait_stream(main)
                 with torch.cuda.stream(side):
-                    group.gather(group.followers)
+                    group.gather(group.followers, Overlap.COMPUTE)
             else:
                 group.gather()
         if order is Order.STEP:

@@ -137,7 +137,7 @@ def test_i2_published_rows_are_read_behind_the_events_of_their_step(ranks) -> No
     """Publication waits for the CPU to see the event that the peers have too."""
     writer, peer = ranks
     for step in range(1, 21):
-        answer = writer.ask(f"publish {step} {DELAY_CYCLES // 4}")
+        answer = writer.ask(f"publish {step} {4 * DELAY_CYCLES}")
         assert int(answer.split()[1]) > 0, "complete at once: the copy was not delayed"
         assert peer.ask(f"read_published {step}") == "read"
     assert peer.ask("count") == "0"

@@ -26,6 +26,7 @@ from worker_client.kernels.interface import (
     GroupPages,
     HostLayout,
     HotState,
+    Overlap,
     ResidencyTables,
     ResolvePlan,
     StepInputs,
@@ -87,9 +88,7 @@ class CopyLaunch:
 class CudaTuning:
     """Sizes of the launches.
 
-    The defaults come from sweeps on an H200. 33 blocks of sorted copies gathered 0 to 6 % faster
-    than 24, but slow a matrix product beside them by 24 % instead of 14 %; the smallest grid that
-    was tried, 8 blocks, still slows it by 10 % (benchmarks/gpu/bench_kernels.py, ``beside``).
+    The defaults come from sweeps on an H200 (benchmarks/gpu).
 
     Attributes:
         resolve_threads: Threads of a block; None = 1,024, or 512 (two blocks a multiprocessor)
@@ -99,6 +98,9 @@ class CudaTuning:
         small_batch_lists: Plans of at most so many requests have few rows: latency counts, and
             ``small_batch_blocks`` blocks share them.
         sorted: Launch of rows that are copied in the order of host addresses.
+        wide_beside: The same as ``wide`` with `Overlap.COMPUTE`: each block takes a multiprocessor
+            from the computation, so few and large ones.
+        sorted_beside: The same as ``sorted`` with `Overlap.COMPUTE`.
         blocks: Launch that copies whole blocks.
         sort_min_rows: Launches with fewer rows copy them in the order of the plan, longer ones in
             the order of host addresses.
@@ -115,6 +117,8 @@ class CudaTuning:
     small_batch_lists: int = 8
     small_batch_blocks: int = 66
     sorted: CopyLaunch = CopyLaunch(threads=512, unroll=3, blocks=32)
+    wide_beside: CopyLaunch = CopyLaunch(threads=512, unroll=8, blocks=8)
+    sorted_beside: CopyLaunch = CopyLaunch(threads=512, unroll=4, blocks=8)
     blocks: CopyLaunch = CopyLaunch(threads=512, unroll=8, blocks=32)
     sort_min_rows: int = 2_048
     sort_max_row_bytes: int = 2_048
@@ -530,6 +534,8 @@ class CudaBackend:
         for launch in (self.tuning.wide, self.tuning.sorted):
             for name in ("hs_rows_to_device", "hs_rows_to_host"):
                 self._entry(copy_spec(launch), name)
+        for launch in (self.tuning.wide_beside, self.tuning.sorted_beside):
+            self._entry(copy_spec(launch), "hs_rows_to_device")
         for name in ("hs_blocks_to_device", "hs_blocks_to_host"):
             self._entry(copy_spec(self.tuning.blocks), name)
         for name in ("hs_invalidate", "hs_reset"):
@@ -652,7 +658,9 @@ class CudaBackend:
 
     # --- rows ------------------------------------------------------------------------------------
 
-    def gather(self, *, pages: GroupPages, plan: ResolvePlan) -> None:
+    def gather(
+        self, *, pages: GroupPages, plan: ResolvePlan, overlap: Overlap = Overlap.NONE
+    ) -> None:
         """Copy the planned rows, host to hot, for all layers of ``pages``, in one launch."""
         for layers in self._addresses(pages):
             args = _row_args(layers, self.tuning)
@@ -661,7 +669,7 @@ class CudaBackend:
             args.device_rows = plan.miss_device_rows.data_ptr()
             args.counts = plan.miss_counts.data_ptr()
             args.num_lists, args.list_stride = plan.miss_source_rows.shape
-            self._launch_rows("hs_rows_to_device", args)
+            self._launch_rows("hs_rows_to_device", args, overlap)
 
     def mirror_rows(
         self, *, pages: GroupPages, device_slots: torch.Tensor, host_slots: torch.Tensor
@@ -717,10 +725,14 @@ class CudaBackend:
             args.list_stride = args.fixed_count = count
             self._launch_rows("hs_rows_to_device", args)
 
-    def _launch_rows(self, name: str, args: _RowArgs) -> None:
+    def _launch_rows(self, name: str, args: _RowArgs, overlap: Overlap = Overlap.NONE) -> None:
         sorts = args.sort_min_rows < _NEVER
-        launch = self.tuning.sorted if sorts else self.tuning.wide
-        small = args.counts and args.num_lists <= self.tuning.small_batch_lists
+        launch = self._launch_for(sorts, overlap)
+        small = (
+            overlap is Overlap.NONE
+            and args.counts
+            and args.num_lists <= self.tuning.small_batch_lists
+        )
         blocks = self.tuning.small_batch_blocks if small else launch.blocks
         memory = None
         if sorts:
@@ -738,6 +750,11 @@ class CudaBackend:
             threads=launch.threads,
             shared_bytes=list_bytes(launch.threads, sorts=sorts),
         )
+
+    def _launch_for(self, sorts: bool, overlap: Overlap) -> CopyLaunch:
+        if overlap is Overlap.COMPUTE:
+            return self.tuning.sorted_beside if sorts else self.tuning.wide_beside
+        return self.tuning.sorted if sorts else self.tuning.wide
 
     # --- blocks ----------------------------------------------------------------------------------
 

@@ -64,6 +64,16 @@ class CheckDepth(enum.Enum):
     """Also that ids are in range: reads the tensors, so it waits for the device."""
 
 
+class Overlap(enum.Enum):
+    """What the device does while rows are copied."""
+
+    NONE = "none"
+    """It waits for them: the copy may take what it can use."""
+
+    COMPUTE = "compute"
+    """It computes, on another stream: the copy leaves the multiprocessors to that."""
+
+
 class HostLayout(enum.Enum):
     """How an index group's rows lie in host memory."""
 
@@ -437,8 +447,16 @@ class KernelBackend(Protocol):
         """
         ...
 
-    def gather(self, *, pages: GroupPages, plan: ResolvePlan) -> None:
-        """Copy the planned rows, host to hot, for all layers of ``pages``."""
+    def gather(
+        self, *, pages: GroupPages, plan: ResolvePlan, overlap: Overlap = Overlap.NONE
+    ) -> None:
+        """Copy the planned rows, host to hot, for all layers of ``pages``.
+
+        Args:
+            pages: Host and device pages of the layers.
+            plan: Of the step; not gathered into the same pages by two streams at once.
+            overlap: What else the device does meanwhile. Changes how fast, not what is copied.
+        """
         ...
 
     def invalidate(self, *, state: HotState, host_blocks: torch.Tensor, block_size: int) -> None:

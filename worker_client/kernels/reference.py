@@ -27,6 +27,7 @@ from worker_client.kernels.interface import (
     GroupPages,
     HostLayout,
     HotState,
+    Overlap,
     ResidencyTables,
     ResolvePlan,
     StepInputs,
@@ -87,8 +88,11 @@ class ReferenceBackend:
         _write_plan(requests, lanes, found, hot_physical, inputs, plan)
         _write_state(requests, lanes, found, state)
 
-    def gather(self, *, pages: GroupPages, plan: ResolvePlan) -> None:
+    def gather(
+        self, *, pages: GroupPages, plan: ResolvePlan, overlap: Overlap = Overlap.NONE
+    ) -> None:
         """Copy the planned rows, host to hot, for all layers of ``pages``."""
+        del overlap  # the caller waits
         counts = plan.miss_counts.tolist()
         if not any(counts):
             return

@@ -12,6 +12,7 @@ import torch
 from test_runtime import LAYERS, NUM_REQS, Server, i32
 
 from hisparse_service.contract.errors import UsageError
+from worker_client.kernels.interface import Overlap
 from worker_client.kernels.reference import ReferenceBackend
 from worker_client.prefetch import GatherSplit, GroupPrefetch, InlineLane, SideStream, lane_for
 from worker_client.runtime import enable_prefetch
@@ -55,8 +56,9 @@ class LateBackend(ReferenceBackend):
         super().__init__()
         self.lane = lane
 
-    def gather(self, *, pages, plan):
+    def gather(self, *, pages, plan, overlap):
         assert self.lane.is_forked
+        assert overlap is Overlap.COMPUTE
         copy = super().gather
         self.lane.work.append(lambda: copy(pages=pages, plan=plan))
 
