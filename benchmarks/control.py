@@ -1,8 +1,15 @@
 """Speed of the control plane, as ratios to a bare pyzmq echo of the same bytes in the same run.
 
 The echo is what any daemon in Python pays: a ROUTER that answers a frame of the request's length
-with a frame of the reply's length, and a DEALER that waits for it. Both sides run the same number
-of client processes, in turns, so that a busy machine slows both.
+with a frame of the reply's length over ipc://, and a DEALER that waits for it. Each client process
+speaks to both, in turns of TURN_CALLS calls, so that whatever the machine does slows both; new
+processes are started ROUNDS times, because where the scheduler places them decides by a factor of
+two how long a round trip takes.
+
+Reserving, completing and publishing one block is one message in the product (`step`: the block that
+completed and the one that is reserved next travel together, once a decode step) and is measured
+against one echo. As two messages (`publish`: reserve, then completed) it needs two round trips by
+its nature and is measured against two echoes; its ratio to one is told too.
 
     python -m benchmarks.control [--quick] [--save FILE]
 """
@@ -20,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,8 +35,9 @@ import psutil
 import zmq
 
 from benchmarks.report import Figure, emit, print_table, save
+from hisparse_service.contract import messages as m
 from hisparse_service.contract.geometry import HostGeometry, HostLayout, LayerGroup
-from hisparse_service.contract.limits import GIB, MIB
+from hisparse_service.contract.limits import BLOCK_KEY_BYTES, GIB, MIB
 from worker_client import connect
 from worker_client.client import Client, Completed, CudaUse, Namespace
 
@@ -139,30 +148,37 @@ def time_calls(
     return samples
 
 
-def echo_client(endpoint: str, request_bytes: int, count: int, start: Any, out: Any) -> None:
-    """Round trips to the echo server."""
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+def paired_client(
+    endpoint: str, runtime: str, kind: str, call_count: int, start: Any, out: Any
+) -> None:
+    """Calls of one kind to the daemon, and as many to the echo server, in turns.
+
+    Puts (seconds of the daemon's calls, seconds of the echo's). All clients take the same turn.
+    """
+    spec = CALLS[kind]
+    request = os.urandom(spec.request_bytes)
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as socket,
+        connect(runtime, client_name=f"bench-{kind}") as client,
+    ):
         socket.connect(endpoint)
-        request = os.urandom(request_bytes)
 
-        def call() -> None:
-            socket.send(request)
-            socket.recv()
+        def echo_call() -> None:
+            for _ in range(spec.num_round_trips):
+                socket.send(request)
+                socket.recv()
 
-        call()
-        start.wait()
-        out.put(time_calls(call, count=count))
-
-
-def service_client(runtime: str, kind: str, count: int, start: Any, out: Any) -> None:
-    """Calls of one kind to the daemon."""
-    with connect(runtime, client_name=f"bench-{kind}") as client:
         call, after = make_call(client, kind)
-        call()
-        if after:
-            after()
-        start.wait()
-        out.put(time_calls(call, count=count, after=after))
+        ours: list[float] = []
+        theirs: list[float] = []
+        for _ in range(max(2, call_count // TURN_CALLS)):
+            count = min(TURN_CALLS, call_count)
+            start.wait(300)
+            theirs += time_calls(echo_call, count=count)
+            start.wait(300)
+            ours += time_calls(call, count=count, after=after)
+        out.put((ours, theirs))
 
 
 def make_call(client: Client, kind: str) -> tuple[Callable[[], Any], Callable[[], Any] | None]:
@@ -219,21 +235,19 @@ def make_publish_call(
     return step, restart
 
 
-def run_clients(
-    target: Callable[..., None], arguments: tuple[Any, ...], num_clients: int
-) -> list[float]:
-    """All samples of `num_clients` processes that start together."""
+def run_clients(arguments: tuple[Any, ...], num_clients: int) -> tuple[list[float], list[float]]:
+    """(seconds of the daemon's calls, of the echo's) of `num_clients` processes side by side."""
     start, out = SPAWN.Barrier(num_clients), SPAWN.Queue()
     processes = [
-        SPAWN.Process(target=target, args=(*arguments, start, out), daemon=True)
+        SPAWN.Process(target=paired_client, args=(*arguments, start, out), daemon=True)
         for _ in range(num_clients)
     ]
     for process in processes:
         process.start()
-    samples = [out.get(timeout=300) for _ in processes]
+    parts = [out.get(timeout=300) for _ in processes]
     for process in processes:
         process.join()
-    return [sample for part in samples for sample in part]
+    return [s for ours, _ in parts for s in ours], [s for _, theirs in parts for s in theirs]
 
 
 def fill(runtime: str) -> Client:
@@ -259,50 +273,114 @@ def fill(runtime: str) -> Client:
 
 # --- the figures --------------------------------------------------------------------------------
 
-# kind, bytes of the request, bytes of the reply, required ratio and milliseconds, calls
-CALLS = [
-    ("ping", 16, 24, 1.3, None, 4_000),
-    ("lookup.16000", 250 * 16 + 30, 250 * 8 + 40, 3.0, None, 2_000),
-    ("lookup.1000000", 15_625 * 16 + 30, 15_625 * 8 + 40, 6.0, 12.0, 150),
-    ("publish", 80, 60, 2.5, None, 2_000),
-    ("step", 90, 80, 2.5, None, 2_000),
-]  # fmt: skip
+ABOUT_PUBLISHING = """\
+Reserve, mirror-completed and publish of one block: the product does it in one message (step), which
+is measured against one echo. As two messages (publish) it is measured against two echoes."""
+TURN_CALLS = 200
+ROUNDS = 5
+"""Times that new client processes are started; 3 with --quick."""
 
 
-def measure_calls(directory: str, runtime: str, *, scale: float) -> list[Figure]:
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One kind of call, and the echo that it is measured against."""
+
+    request_bytes: int
+    reply_bytes: int
+    required_ratio: float
+    required_ms: float | None = None
+    count: int
+    """Of all client processes and rounds together."""
+    num_round_trips: int = 1
+    reference: str = "bare pyzmq echo of the same bytes"
+
+
+def make_calls() -> dict[str, Call]:
+    """Lengths are those of real frames, of a daemon that has run for a while."""
+    request, epoch, deadline_ns, lease = 5_000, 2**63, 10**15, 5_000
+    handle, key, space = bytes(4), bytes(BLOCK_KEY_BYTES), bytes(8)
+
+    def frames(ask: m.Request, reply: m.Reply) -> dict[str, Any]:
+        return {"request_bytes": len(m.encode(ask)), "reply_bytes": len(m.encode(reply))}
+
+    def lookup(keys: int) -> dict[str, Any]:
+        return frames(
+            m.Lookup(request, 1, 0, space, key * keys),
+            m.BlocksReply(request, epoch, lease, deadline_ns, handle * keys, handle * keys),
+        )
+
+    def mirror(reserve: list[m.ReserveItem], reserved: list[m.ReservedItem]) -> dict[str, Any]:
+        done = m.CompletedItem(lease, 0, 0, handle, handle, key)
+        return frames(
+            m.MirrorBatch(request, 1, space, [], [done], reserve),
+            m.MirrorReply(request, epoch, handle, handle, deadline_ns, reserved, NUM_BLOCKS),
+        )
+
+    return {
+        "ping": Call(
+            **frames(m.Ping(request), m.Pong(request, epoch, deadline_ns, [])),
+            required_ratio=1.3, count=8_000,
+        ),
+        "lookup.16000": Call(**lookup(250), required_ratio=3.0, count=4_000),
+        "lookup.1000000": Call(
+            **lookup(15_625), required_ratio=6.0, required_ms=12.0, count=500
+        ),
+        "step": Call(
+            **mirror([m.ReserveItem(lease, 1)], [m.ReservedItem(lease, handle, handle)]),
+            required_ratio=2.5, count=6_000,
+            reference="one bare pyzmq echo of the same bytes",
+        ),
+        "publish": Call(
+            **mirror([], []), required_ratio=2.5, count=4_000, num_round_trips=2,
+            reference="two bare pyzmq echoes of the second message's bytes",
+        ),
+    }  # fmt: skip
+
+
+CALLS = make_calls()
+
+
+def measure_calls(directory: str, runtime: str, *, is_quick: bool) -> list[Figure]:
     """Each kind of call against the echo of its bytes, with 1 and 8 client processes."""
     figures = []
-    for kind, request_bytes, reply_bytes, ratio, limit_ms, count in CALLS:
-        count = max(int(count * scale), 20)
-        with echo(directory, reply_bytes) as endpoint:
+    rounds = 3 if is_quick else ROUNDS
+    for kind, spec in CALLS.items():
+        with echo(directory, spec.reply_bytes) as endpoint:
             for num_clients in (1, 8):
-                each = max(count // num_clients, 20)
-                ours, theirs = [], []
-                # In turns, so that a slow minute of the machine slows both sides.
-                for _ in range(3):
-                    theirs += run_clients(echo_client, (endpoint, request_bytes, each), num_clients)
-                    ours += run_clients(service_client, (runtime, kind, each), num_clients)
-                p50, p99 = percentiles_us(ours)
-                reference, reference_p99 = percentiles_us(theirs)
-                figures.append(
-                    emit(
-                        Figure(
-                            name=f"control.{kind}.{num_clients}",
-                            value=p50 / 1e3,
-                            unit="ms",
-                            reference="bare pyzmq echo of the same bytes",
-                            reference_value=reference / 1e3,
-                            required_ratio=ratio if num_clients == 1 else None,
-                            required_value=limit_ms if num_clients == 1 else None,
-                            parameters={
-                                "clients": num_clients, "calls": len(ours), "p99_ms": p99 / 1e3,
-                                "reference_p99_ms": reference_p99 / 1e3,
-                                "request_bytes": request_bytes, "reply_bytes": reply_bytes,
-                            },
-                        )
-                    )
-                )  # fmt: skip
+                count = spec.count // (5 if is_quick else 1) // rounds // num_clients
+                ours: list[float] = []
+                theirs: list[float] = []
+                for _ in range(rounds):
+                    arguments = (endpoint, runtime, kind, max(count, 20))
+                    more_ours, more_theirs = run_clients(arguments, num_clients)
+                    ours += more_ours
+                    theirs += more_theirs
+                figures.append(emit(call_figure(kind, spec, num_clients, ours, theirs)))
     return figures
+
+
+def call_figure(
+    kind: str, spec: Call, num_clients: int, ours: list[float], theirs: list[float]
+) -> Figure:
+    """p50 of one kind of call, beside its echo's."""
+    p50, p99 = percentiles_us(ours)
+    reference, reference_p99 = percentiles_us(theirs)
+    is_required = num_clients == 1
+    return Figure(
+        name=f"control.{kind}.{num_clients}",
+        value=p50 / 1e3,
+        unit="ms",
+        reference=spec.reference,
+        reference_value=reference / 1e3,
+        required_ratio=spec.required_ratio if is_required else None,
+        required_value=spec.required_ms if is_required else None,
+        parameters={
+            "clients": num_clients, "calls": len(ours), "p99_ms": p99 / 1e3,
+            "reference_p99_ms": reference_p99 / 1e3, "request_bytes": spec.request_bytes,
+            "reply_bytes": spec.reply_bytes, "round_trips": spec.num_round_trips,
+            "ratio_to_one_echo": p50 / reference * spec.num_round_trips,
+        },
+    )  # fmt: skip
 
 
 def looping_client(runtime: str, stop: Any, ready: Any, counted: Any) -> None:
@@ -377,11 +455,10 @@ def measure_idle(directory: str, *, scale: float) -> list[Figure]:
         clients = [connect(runtime, client_name=f"bench-{i}") for i in range(16)]
         process = psutil.Process(pid)
         try:
-            time.sleep(1)
-            before, start = process.cpu_times(), time.monotonic()
-            time.sleep(max(20 * scale, 3))
-            after, seconds = process.cpu_times(), time.monotonic() - start
-            used = (after.user + after.system) - (before.user + before.system)
+            time.sleep(2)  # the first heartbeats come sooner
+            before_s, start = cpu_s(pid), time.monotonic()
+            time.sleep(max(30 * scale, 6))
+            used, seconds = cpu_s(pid) - before_s, time.monotonic() - start
             memory = process.memory_info()
             beyond = memory.rss - memory.shared + _file_pages(pid)
         finally:
@@ -401,6 +478,11 @@ def measure_idle(directory: str, *, scale: float) -> list[Figure]:
             )
         ),
     ]  # fmt: skip
+
+
+def cpu_s(pid: int) -> float:
+    """Processor seconds that a process used, to the nanosecond; /proc counts in 10 ms."""
+    return time.clock_gettime(((~pid) << 3) | 2)  # CPUCLOCK_SCHED of all its threads
 
 
 def _file_pages(pid: int) -> int:
@@ -442,11 +524,12 @@ def main() -> int:
     scale = 0.1 if options.quick else 1.0
     with tempfile.TemporaryDirectory(prefix="hisparse-bench-") as directory:
         with daemon(directory, pool_bytes=128 * MIB) as (runtime, _), fill(runtime):
-            figures = measure_calls(directory, runtime, scale=scale)
+            figures = measure_calls(directory, runtime, is_quick=options.quick)
             figures += measure_ping_beside_lookups(runtime, scale=scale)
         figures += measure_idle(directory, scale=scale)
         figures += measure_start(pool_bytes=1 * GIB if options.quick else 8 * GIB)
     print_table(figures, "Control plane")
+    print(ABOUT_PUBLISHING)
     if options.save:
         save(figures, options.save)
     return 1 if any(figure.is_met is False for figure in figures) else 0
