@@ -50,6 +50,9 @@ class EngineSpec:
     world_size: int = 1
     enable_caching: bool = True
     hash_algorithm: str = "sha256_cbor"
+    below_multi: bool = False
+    """The connector is a child of a `MultiConnector`."""
+    kv_events: bool = False
 
 
 def host_page_bytes(spec: EngineSpec) -> int:
@@ -102,10 +105,16 @@ def make_config(spec: EngineSpec) -> Any:
     }
     if spec.endpoint:
         extra["hisparse_service.endpoint"] = spec.endpoint
+    name, extra = "HiSparseConnector", {**extra, **spec.extra}
+    if spec.below_multi:
+        child = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        name, extra = "MultiConnector", {"connectors": [child]}
     config.kv_transfer_config = c.KVTransferConfig(
-        kv_connector="HiSparseConnector", kv_role="kv_both", engine_id=spec.instance,
-        kv_connector_extra_config={**extra, **spec.extra},
+        kv_connector=name, kv_role="kv_both", engine_id=spec.instance,
+        kv_connector_extra_config=extra,
     )  # fmt: skip
+    if spec.kv_events:
+        config.kv_events_config = c.KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     config.attention_config.hisparse_config = HiSparseConfig(
         device_buffer_size=4 * spec.top_k, eager_host_mirror=spec.eager_host_mirror
     )
@@ -556,7 +565,9 @@ class Engine:
 
     @property
     def connector(self) -> Any:
-        return self.scheduler.connector
+        """The HiSparse connector of the scheduler."""
+        connector = self.scheduler.connector
+        return connector.sub_connectors[0] if self.spec.below_multi else connector
 
     @property
     def host_pool(self) -> Any:

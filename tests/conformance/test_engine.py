@@ -170,6 +170,23 @@ def test_a_binding_that_fails_releases_the_pool_and_raises_its_own_error(
     assert make_engine(endpoint).generate("a", PROMPT) == expected_tokens(PROMPT, 4)
 
 
+def test_events_tell_of_the_same_blocks_of_the_host(endpoint, make_engine, monkeypatch):
+    engine = make_engine(endpoint, kv_events=True)
+    events = []
+    monkeypatch.setattr(engine.scheduler.kv_event_publisher, "publish", events.append)
+    engine.add("a", PROMPT)
+    hashes = engine.scheduler.requests["a"].block_hashes
+    engine.run()
+    stored = [
+        block_hash
+        for batch in events
+        for event in batch.events
+        if type(event).__name__ == "BlockStored" and event.medium == "CPU"
+        for block_hash in event.block_hashes
+    ]
+    assert len(stored) == len(set(stored)) == len(PROMPT) // 16 == len(hashes)
+
+
 def test_a_shut_down_engine_leaves_no_pool_behind(endpoint, make_engine):
     from vllm.v1.hisparse import runtime
 
@@ -357,6 +374,26 @@ def test_what_an_engine_does_not_need_goes_back_for_others(daemon, make_engine):
         engine.generate(f"b{i}", prompt(20 + i, 40))
     assert engine.connector.service.host.num_reserved < held
     assert engine.connector.service.host.num_reserved <= 8
+
+
+def test_a_failure_in_the_plugins_part_of_the_binding_releases_the_pool(
+    daemon, make_engine, monkeypatch
+):
+    """VLLM cleans up behind its own part only."""
+    from vllm.v1.hisparse import runtime
+
+    from worker_client.integrations.vllm import worker
+
+    def broken(*_):
+        raise ConfigError("injected")
+
+    monkeypatch.setattr(worker, "IndexPages", broken)
+    with pytest.raises(ConfigError, match="injected"):
+        make_engine(endpoint_of(daemon))
+    assert not runtime._host_pools
+    assert status(daemon)["sessions"]["workers"] == 1  # who asks
+    monkeypatch.undo()
+    assert make_engine(endpoint_of(daemon)).generate("a", PROMPT) == expected_tokens(PROMPT, 4)
 
 
 # --- without the daemon for a while -----------------------------------------------------------

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 from conftest import endpoint_of
+from engine import expected_tokens
 from test_engine import PROMPT
 
 from hisparse_service.contract.errors import ConfigError
@@ -52,18 +53,18 @@ def test_the_environment_names_the_endpoint_too(daemon, make_engine, monkeypatch
     assert type(engine.host_pool).__name__ == "ServiceBlockPool"
 
 
-def test_below_a_multi_connector_the_settings_are_found(daemon, make_engine):
-    from worker_client.integrations.vllm.settings import find_settings
-
-    engine = make_engine(endpoint_of(daemon))
-    transfer = engine.config.kv_transfer_config
-    child = {
-        "kv_connector": "HiSparseConnector", "kv_role": "kv_both",
-        "kv_connector_extra_config": transfer.kv_connector_extra_config,
-    }  # fmt: skip
-    transfer.kv_connector = "MultiConnector"
-    transfer.kv_connector_extra_config = {"connectors": [child]}
-    assert find_settings(engine.config).endpoint == endpoint_of(daemon)
+@pytest.mark.parametrize("service", [False, True])
+def test_below_a_multi_connector_an_engine_works_as_alone(daemon, make_engine, service):
+    endpoint = endpoint_of(daemon) if service else ""
+    engine = make_engine(endpoint, below_multi=True, device_blocks=150)
+    assert type(engine.scheduler.connector).__name__ == "MultiConnector"
+    assert (type(engine.host_pool).__name__ == "ServiceBlockPool") is service
+    assert engine.generate("a", PROMPT, max_tokens=20) == expected_tokens(PROMPT, 20)
+    assert all(set(data) == {"HiSparseConnector"} for data in engine.statistics)
+    engine.shutdown()
+    again = make_engine(endpoint, below_multi=True, device_blocks=150)
+    again.generate("b", PROMPT)
+    assert again.cached_tokens["b"] == (96 if service else 0)
 
 
 def test_one_line_says_which_pool_is_used_and_whether_it_was_there(daemon, make_engine, caplog):

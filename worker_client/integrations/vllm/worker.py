@@ -93,8 +93,15 @@ class ServiceConnectorWorker(HiSparseConnectorWorker):  # type: ignore[misc]
         self.swap_sampler: SwapSampler | None = None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """vLLM's, then the indexer's pages and the kernels."""
+        """VLLM's, then the indexer's pages, the kernels and the figures."""
         super().register_kv_caches(kv_caches)
+        try:
+            self._register_more(kv_caches)
+        except BaseException:
+            self.shutdown()  # vLLM has released the pool only where its own part failed
+            raise
+
+    def _register_more(self, kv_caches: dict[str, torch.Tensor]) -> None:
         plan = plan_host(self.kv_cache_config, self.settings)
         if plan.index_layers:
             self.index_pages = IndexPages(
