@@ -160,7 +160,7 @@ class GroupKernels:
     def _inputs(
         self, positions: torch.Tensor, requests: torch.Tensor, num_requests: int
     ) -> StepInputs:
-        """Of vLLM: the request of each row, ascending, padding (-1) last. Ours: where each begins."""
+        """Of vLLM: each row's request, ascending, padding (-1) last. Ours: where each begins."""
         slots = self._leader.request_state_indices
         num_requests = min(num_requests, slots.shape[0])
         rows = torch.where(requests < 0, num_requests, requests)
