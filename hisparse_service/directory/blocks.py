@@ -30,6 +30,8 @@ from hisparse_service.directory.states import (
 )
 
 NO_BLOCKS: Final[Blocks] = np.zeros(0, np.intp)
+_FREE: Final = BlockState.FREE
+_EVICTING: Final = BlockState.EVICTING
 _RESERVED: Final = BlockState.RESERVED
 _PUBLISHED: Final = BlockState.PUBLISHED
 
@@ -39,6 +41,11 @@ def next_generations(generations: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint
     bumped = generations + np.uint32(1)
     bumped[bumped == 0] = 1
     return bumped
+
+
+def next_generation(generation: int) -> int:
+    """`next_generations` of one."""
+    return (generation + 1) & 0xFFFF_FFFF or 1
 
 
 def _count_each(values: Blocks) -> tuple[Blocks, Blocks]:
@@ -389,6 +396,37 @@ class BlockDirectory:
             return None
         self._drop(victims)
         return victims
+
+    def evict_one(self) -> int:
+        """`evict` of one block, for the common case of a full pool; 0: there is none."""
+        if not self.num_idle:
+            return 0
+        victims = self._eviction.choose(1)
+        if not len(victims):
+            return 0
+        block = int(victims[0])
+        assert self.columns.state_view[block] == _PUBLISHED
+        self._drop_one(block)
+        return block
+
+    def _drop_one(self, block: int) -> None:
+        """`_drop` of one; nobody asks who lost the last child."""
+        columns, records = self.columns, self._records
+        columns.state_view[block] = _EVICTING
+        records.store_state_one(block, _EVICTING)
+        self.index.remove_one(block)
+        self._num_published -= 1
+        parent = columns.parent_view[block]
+        if parent:
+            columns.children_view[parent] -= 1
+        columns.parent_view[block] = 0
+        columns.depth_view[block] = 0
+        generation = next_generation(columns.generation_view[block])
+        columns.generation_view[block] = generation
+        records.store_generation_one(block, generation)
+        columns.state_view[block] = _FREE
+        records.store_state_one(block, _FREE)
+        self._free.append(block)
 
     def evict_up_to(self, num_blocks: int) -> Blocks:
         """Give up at most `num_blocks` of the least recently used."""

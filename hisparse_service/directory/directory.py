@@ -60,6 +60,7 @@ from hisparse_service.directory.one_block import (
     OneReserved,
     can_reserve_one,
     enqueue_ones,
+    make_room_one,
     publish_one,
     reserve_one,
 )
@@ -804,7 +805,7 @@ class Directory:
         """`reserve` of one block, for the common case.
 
         Returns:
-            None: nothing was changed, and `reserve` says why or evicts.
+            None: nothing was changed, and `reserve` says why.
         """
         account, owner = self._accounts.get(session), self._namespaces.get(namespace)
         if (
@@ -814,20 +815,12 @@ class Directory:
             or not can_reserve_one(owner, account)
         ):
             return None
-        if lease_id:
-            lease = _granted(account, owner, lease_id)
-        else:
-            lease = self._new_lease(account, owner, now_s)
-        if lease is None:
+        lease = _granted(account, owner, lease_id) if lease_id else None
+        if lease is None and (lease_id or not owner.has_room(account, leases=1)):
             return None
-        self._leases.renew(lease, now_s=now_s)
-        return reserve_one(owner, lease)
-
-    def _new_lease(self, account: SessionAccount, owner: Namespace, now_s: float) -> Lease | None:
-        """None: the quota is full."""
-        if not owner.has_room(account, leases=1):
+        if not make_room_one(owner):
             return None
-        return self._renewed(account, owner, None, now_s)
+        return reserve_one(owner, self._renewed(account, owner, lease, now_s))
 
     def num_free(self, namespace: int) -> int:
         """Blocks that can be reserved without evicting others."""

@@ -157,7 +157,7 @@ class KeyIndex:
         """Take blocks out; each must be in."""
         if len(blocks) <= _FEW:
             for block in blocks.tolist():
-                self._remove_one(block)
+                self.remove_one(block)
             return
         buckets = np.sort(self._buckets(self._low[blocks], self._high[blocks]))
         buckets = buckets[np.concatenate(([True], buckets[1:] != buckets[:-1]))]
@@ -175,7 +175,8 @@ class KeyIndex:
             blocks[dead] = self._next[blocks[dead]]
         return blocks
 
-    def _remove_one(self, block: int) -> None:
+    def remove_one(self, block: int) -> None:
+        """Take a block out; it must be in."""
         bucket = self._bucket(self._low_view[block], self._high_view[block])
         follows = self._next_view[block]
         before: int = self._heads_view[bucket]

@@ -299,14 +299,11 @@ class Namespace:
         self.emit(EventKind.EVICTED, gone, self.blocks.columns.keys_of(gone).tobytes())
         return gone
 
-    def emit_published(self, block: int, key: bytes) -> None:
-        """`emit` of one block."""
+    def emit_one(self, kind: EventKind, block: int) -> None:
+        """`emit` of one block, whose key still stands in its row."""
         if self._event_sink is not None and self._is_heard():
-            self._event_sink(
-                DirectoryEvent(
-                    EventKind.PUBLISHED, self.namespace, np.array([block], np.uint32), key
-                )
-            )
+            blocks = as_blocks([block])
+            self.emit(kind, blocks, self.blocks.columns.keys_of(blocks).tobytes())
 
     def emit(self, kind: EventKind, blocks: Blocks, keys: bytes) -> None:
         """Tell the event sink."""

@@ -1,8 +1,8 @@
 """One block of one lease, through plain numbers: what a decode step asks for, step after step.
 
 Nothing here refuses. Where anything differs from the common case (a duplicate, a wrong handle, an
-expired lease, no free block) nothing is changed, the answer is None or False, and the caller goes
-the general way (`publish.py`, `Directory.reserve`), which has the same rules and says what is
+expired lease, nothing to evict) nothing is changed, the answer is None or False, and the caller
+goes the general way (`publish.py`, `Directory.reserve`), which has the same rules and says what is
 wrong. So the two ways must agree on what is good; `test_directory_one_block.py` compares them.
 
 Why it is worth a second way: a daemon that answers one message at a time runs cold after each
@@ -21,8 +21,11 @@ from typing import Final, NamedTuple
 from hisparse_service.contract.segment import BlockState
 from hisparse_service.directory.leases import Lease, SessionAccount
 from hisparse_service.directory.namespaces import Namespace
+from hisparse_service.directory.results import EventKind
 from hisparse_service.directory.states import LeaseState
 
+_IS_PUBLISHED: Final = EventKind.PUBLISHED
+_IS_EVICTED: Final = EventKind.EVICTED
 _GRANTED: Final = LeaseState.GRANTED
 _HALVES: Final = struct.Struct("<QQ")
 _RESERVED: Final = BlockState.RESERVED
@@ -81,7 +84,7 @@ def publish_one(owner: Namespace, lease: Lease, item: OneCompleted) -> bool:
         usage.reserved_blocks -= 1
         usage.pins += 1
     owner.statistics.publishes += 1
-    owner.emit_published(block, key)
+    owner.emit_one(_IS_PUBLISHED, block)
     return True
 
 
@@ -123,17 +126,27 @@ def enqueue_ones(
 
 
 def can_reserve_one(owner: Namespace, account: SessionAccount) -> bool:
-    """Whether `reserve_one` may be called: a block is free and no quota is in the way."""
-    blocks = owner.attached
-    return (
-        blocks is not None
-        and blocks.num_free > 0
-        and (not owner.quotas.limits_blocks or owner.has_room(account, reserved=1))
+    """Whether no quota is in the way, and there is a backing."""
+    return owner.attached is not None and (
+        not owner.quotas.limits_blocks or owner.has_room(account, reserved=1)
     )
 
 
+def make_room_one(owner: Namespace) -> bool:
+    """Have a free block, evicting the least recently used; False: there is none."""
+    blocks = owner.blocks
+    if blocks.num_free:
+        return True
+    victim = blocks.evict_one()
+    if not victim:
+        return False
+    owner.statistics.evictions += 1
+    owner.emit_one(_IS_EVICTED, victim)
+    return True
+
+
 def reserve_one(owner: Namespace, lease: Lease) -> OneReserved:
-    """A block reserved into a granted lease."""
+    """A free block reserved into a granted lease."""
     blocks = owner.blocks
     block = blocks.reserve_one(holder=lease.lease_id)
     lease.reserved.add(block)

@@ -28,6 +28,7 @@ from hisparse_service.contract.segment import (
 )
 from hisparse_service.directory.index import Blocks, Keys
 
+_U32: Final = struct.Struct("<I")
 _FIELDS: Final = struct.Struct("<QQQQQIIIIHB")
 """key_low, key_high, last_use, checksum, check, generation, parent, parent_generation, depth,
 namespace, flags: all but the state, which follows"""
@@ -58,6 +59,7 @@ def _offset(name: str) -> int:
 
 
 _STATE_OFFSET: Final = _offset("state")
+_GENERATION_OFFSET: Final = _offset("generation")
 assert _offset("key_low") == 0
 assert RECORD_DTYPE.names is not None
 assert RECORD_DTYPE.names[4:] == (
@@ -123,6 +125,11 @@ class RecordTable:
     def store_generation(self, blocks: Blocks, generations: npt.NDArray[np.uint32]) -> None:
         """Generations of blocks, u32 [n]."""
         self._columns["generation"][blocks] = generations
+        crash_point(_AFTER_GENERATION)
+
+    def store_generation_one(self, block: int, generation: int) -> None:
+        """Generation of one block."""
+        _U32.pack_into(self._bytes, block * RECORD_BYTES + _GENERATION_OFFSET, generation)
         crash_point(_AFTER_GENERATION)
 
     def store_last_use(

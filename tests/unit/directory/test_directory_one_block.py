@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hisparse_service.contract.errors import HiSparseError
 from hisparse_service.contract.segment import BlockState
+from hisparse_service.directory.blocks import next_generation
 from hisparse_service.directory.one_block import OneCompleted, OneReserved
 from hisparse_service.directory.results import MirrorItem, Quota
 
@@ -306,3 +307,24 @@ def test_a_full_quota_is_left_to_the_general_way():
     world.directory.set_session_quota(Quota(max_leases=1))
     assert world.directory.reserve_one(1, 1, 0, now_s=0.0) is None
     assert world.directory.publish_one(1, 1, item, now_s=0.0)
+
+
+def test_a_full_pool_gives_up_the_same_blocks_one_by_one():
+    twins = [Twin(in_short=True), Twin(in_short=False)]
+    for twin in twins:
+        for path in ((0, 2, 3), (1,), (0, 4), (5,)):
+            twin.world.publish(path)
+    short, general = twins
+    assert short.world.directory.counts(1).free == 0
+    for _ in range(CAPACITY):
+        assert short.reserve(1, 0) == general.reserve(1, 0)
+        assert short.everything() == general.everything()
+    assert short.took_short_way == CAPACITY
+    assert len(short.world.evicted()) == CAPACITY
+    assert short.world.directory.reserve_one(1, 1, 0, now_s=0.0) is None
+    assert short.do("reserve", (1, 0)) == general.do("reserve", (1, 0))
+    assert short.everything() == general.everything()
+
+
+def test_a_generation_that_wraps_leaves_out_zero():
+    assert [next_generation(old) for old in (1, 2**32 - 2, 2**32 - 1)] == [2, 2**32 - 1, 1]
