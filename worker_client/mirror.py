@@ -30,6 +30,7 @@ from hisparse_service.contract.errors import (
     IllegalTransition,
     UsageError,
 )
+from worker_client.device_lists import to_device
 from worker_client.kernels.interface import GroupPages, KernelBackend
 
 __all__ = [
@@ -359,12 +360,10 @@ class MirrorQueue:
         device = pages.device[0].device
         self._backend.mirror_blocks(
             pages=pages,
-            device_blocks=torch.tensor(
-                [mirror.device_block for mirror in mirrors], dtype=torch.int32, device=device
+            device_blocks=to_device(
+                [mirror.device_block for mirror in mirrors], torch.int32, device
             ),
-            host_blocks=torch.tensor(
-                [block.host_block for block in blocks], dtype=torch.int32, device=device
-            ),
+            host_blocks=to_device([block.host_block for block in blocks], torch.int32, device),
         )
         crash_point(_AFTER_SUBMIT)
         for block in blocks:
@@ -395,8 +394,8 @@ class MirrorQueue:
         device = pages.device[0].device
         self._backend.mirror_rows(
             pages=pages,
-            device_slots=torch.tensor(device_slots, dtype=torch.int64, device=device),
-            host_slots=torch.tensor(host_slots, dtype=torch.int64, device=device),
+            device_slots=to_device(device_slots, torch.int64, device),
+            host_slots=to_device(host_slots, torch.int64, device),
         )
         for _, block, mask in found:
             self._note(block, unit, mask)

@@ -32,6 +32,7 @@ from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 from hisparse_service.contract.errors import ConfigError, InternalError, UsageError
 from hisparse_service.contract.geometry import HostGeometry, HostLayout, LayerGroup
 from worker_client.binding import init_hisparse_kv_cache
+from worker_client.device_lists import to_device
 from worker_client.host_pool import HostPool
 from worker_client.integrations.transformers_graph import StaticDecode
 from worker_client.integrations.transformers_steps import (
@@ -903,10 +904,10 @@ class TieredModel:
             self.audit.read_from_host(first_layer + index, slots.cpu(), rows)
 
     def _int32(self, values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=self.device)
+        return to_device(values, torch.int32, self.device)
 
     def _int64(self, values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        return to_device(values, torch.int64, self.device)
 
 
 class _SourcePart:

@@ -21,7 +21,8 @@ import torch
 from hisparse_service.contract.errors import UsageError
 
 if TYPE_CHECKING:
-    from worker_client.integrations.transformers import TieredAttention
+    from worker_client.device_lists import to_device
+from worker_client.integrations.transformers import TieredAttention
 
 PADDING = -1
 """Request slot, position and host slot of a row that is there for its shape alone."""
@@ -172,18 +173,18 @@ def dynamic_step(batch: Batch, device: torch.device) -> Step:
     """
     batch.check()
     length = len(batch.tokens[0])
-    starts = torch.tensor(batch.starts, dtype=torch.int64, device=device)
+    starts = to_device(batch.starts, torch.int64, device)
     positions = starts[:, None] + torch.arange(length, device=device)
     context = max(batch.starts) + length
     columns = torch.arange(context, device=device)
     host_slots = None
     if batch.host_slots:
-        host_slots = torch.tensor(batch.host_slots, dtype=torch.int64, device=device)
+        host_slots = to_device(batch.host_slots, torch.int64, device)
     return Step(
         mode=batch.mode,
-        tokens=torch.tensor(batch.tokens, dtype=torch.int64, device=device),
+        tokens=to_device(batch.tokens, torch.int64, device),
         positions=positions,
-        slots=torch.tensor(batch.request_slots, dtype=torch.int32, device=device),
+        slots=to_device(batch.request_slots, torch.int32, device),
         query_starts=torch.arange(len(batch.tokens) + 1, dtype=torch.int32, device=device),
         context=context,
         causal=(columns <= positions.unsqueeze(-1)).unsqueeze(1),
@@ -240,12 +241,13 @@ class StaticInputs:
         fillers = (0, PADDING, PADDING, PADDING)
         width = self.max_num_requests
         self._values.copy_(
-            torch.tensor(
+            to_device(
                 [
                     [*row, *[filler] * (width - len(row))]
                     for row, filler in zip(rows, fillers, strict=True)
                 ],
-                dtype=torch.int64,
+                torch.int64,
+                self._values.device,
             )
         )
 

@@ -117,8 +117,8 @@ class CudaTuning:
     small_batch_lists: int = 8
     small_batch_blocks: int = 66
     sorted: CopyLaunch = CopyLaunch(threads=512, unroll=3, blocks=32)
-    wide_beside: CopyLaunch = CopyLaunch(threads=512, unroll=8, blocks=8)
-    sorted_beside: CopyLaunch = CopyLaunch(threads=512, unroll=4, blocks=8)
+    wide_beside: CopyLaunch = CopyLaunch(threads=512, unroll=8, blocks=4)
+    sorted_beside: CopyLaunch = CopyLaunch(threads=512, unroll=4, blocks=4)
     blocks: CopyLaunch = CopyLaunch(threads=512, unroll=8, blocks=32)
     sort_min_rows: int = 2_048
     sort_max_row_bytes: int = 2_048
