@@ -267,7 +267,7 @@ class Daemon:
                 max_pins=limits.max_pins_per_namespace or None,
             ),
             event_sink=self._state.events.on_directory_event,
-            is_heard=self._state.events.is_heard,
+            audience=self._state.events.audience,
         )
         entries = []
         for backing in pool.backings():

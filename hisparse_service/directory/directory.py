@@ -74,6 +74,7 @@ from hisparse_service.directory.publish import (
 )
 from hisparse_service.directory.results import (
     AdoptionReport,
+    Audience,
     BackingMode,
     BlockInfo,
     CompletedItem,
@@ -133,7 +134,7 @@ class Directory:
         session_quota: Limits of each session.
         namespace_quota: Limits of each namespace.
         event_sink: Called after each publication and eviction.
-        is_heard: Whether anybody listens to the sink; False spares making events.
+        audience: Of the sink; events that nobody hears are not made. None: there always is one.
     """
 
     def __init__(
@@ -147,14 +148,14 @@ class Directory:
         session_quota: Quota | None = None,
         namespace_quota: Quota | None = None,
         event_sink: EventSink | None = None,
-        is_heard: Callable[[], bool] = lambda: True,
+        audience: Audience | None = None,
     ) -> None:
         self._epoch = epoch
         self._hash_seed = hash_seed
         self._writer_ttl_s = writer_ttl_s
         self._adoption_grace_s = adoption_grace_s
         self._event_sink = event_sink
-        self._is_heard = is_heard
+        self._audience = audience or Audience()
         self._quotas = Quotas(
             session_quota or Quota(max_leases=MAX_LEASES_PER_SESSION), namespace_quota or Quota()
         )
@@ -215,7 +216,7 @@ class Directory:
             block_size=block_size,
             quotas=self._quotas,
             event_sink=self._event_sink,
-            is_heard=self._is_heard,
+            audience=self._audience,
         )
         return opened
 
@@ -820,7 +821,11 @@ class Directory:
             return None
         if not make_room_one(owner):
             return None
-        return reserve_one(owner, self._renewed(account, owner, lease, now_s))
+        if lease is None:
+            lease = self._renewed(account, owner, None, now_s)
+        else:
+            self._leases.renew(lease, now_s=now_s)
+        return reserve_one(owner, lease)
 
     def num_free(self, namespace: int) -> int:
         """Blocks that can be reserved without evicting others."""

@@ -194,7 +194,9 @@ class LeaseTable:
 
     def renew(self, lease: Lease, *, now_s: float) -> None:
         """Extend a granted lease; never shortens it."""
-        lease.deadline_s = max(lease.deadline_s, now_s + self._ttl_s)
+        deadline_s = now_s + self._ttl_s
+        if deadline_s > lease.deadline_s:
+            lease.deadline_s = deadline_s
 
     def end(self, lease: Lease, event: LeaseEvent) -> None:
         """Change the state of a lease, and forget it. One that expired before is only forgotten."""

@@ -7,7 +7,7 @@ of it. Only `directory/` calls it, on the control loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from hisparse_service.directory.blocks import NO_BLOCKS, BlockDirectory
 from hisparse_service.directory.index import Blocks
 from hisparse_service.directory.leases import Lease, SessionAccount
 from hisparse_service.directory.results import (
+    Audience,
     DirectoryEvent,
     EventKind,
     EventSink,
@@ -99,7 +100,7 @@ class Namespace:
         block_size: Tokens a block.
         quotas: Shared.
         event_sink: Called after changes are complete.
-        is_heard: Whether anybody listens to the sink.
+        audience: Of the sink.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Namespace:
         block_size: int,
         quotas: Quotas,
         event_sink: EventSink | None,
-        is_heard: Callable[[], bool],
+        audience: Audience,
     ) -> None:
         self.namespace = namespace
         self.fingerprint = fingerprint
@@ -124,7 +125,7 @@ class Namespace:
         self.writers: dict[str, WriterLease] = {}
         self.attached: BlockDirectory | None = None
         self._event_sink = event_sink
-        self._is_heard = is_heard
+        self.audience = audience
 
     @property
     def blocks(self) -> BlockDirectory:
@@ -301,13 +302,12 @@ class Namespace:
 
     def emit_one(self, kind: EventKind, block: int) -> None:
         """`emit` of one block, whose key still stands in its row."""
-        if self._event_sink is not None and self._is_heard():
-            blocks = as_blocks([block])
-            self.emit(kind, blocks, self.blocks.columns.keys_of(blocks).tobytes())
+        blocks = as_blocks([block])
+        self.emit(kind, blocks, self.blocks.columns.keys_of(blocks).tobytes())
 
     def emit(self, kind: EventKind, blocks: Blocks, keys: bytes) -> None:
         """Tell the event sink."""
-        if self._event_sink is not None and len(blocks) and self._is_heard():
+        if self._event_sink is not None and len(blocks) and self.audience.is_there:
             self._event_sink(DirectoryEvent(kind, self.namespace, as_u32(blocks), keys))
 
 

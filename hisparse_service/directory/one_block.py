@@ -84,7 +84,8 @@ def publish_one(owner: Namespace, lease: Lease, item: OneCompleted) -> bool:
         usage.reserved_blocks -= 1
         usage.pins += 1
     owner.statistics.publishes += 1
-    owner.emit_one(_IS_PUBLISHED, block)
+    if owner.audience.is_there:
+        owner.emit_one(_IS_PUBLISHED, block)
     return True
 
 
@@ -134,14 +135,17 @@ def can_reserve_one(owner: Namespace, account: SessionAccount) -> bool:
 
 def make_room_one(owner: Namespace) -> bool:
     """Have a free block, evicting the least recently used; False: there is none."""
-    blocks = owner.blocks
+    blocks = owner.attached
+    if blocks is None:
+        return False
     if blocks.num_free:
         return True
     victim = blocks.evict_one()
     if not victim:
         return False
     owner.statistics.evictions += 1
-    owner.emit_one(_IS_EVICTED, victim)
+    if owner.audience.is_there:
+        owner.emit_one(_IS_EVICTED, victim)
     return True
 
 

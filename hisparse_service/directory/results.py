@@ -58,6 +58,13 @@ class DirectoryEvent:
     keys: bytes
 
 
+@dataclass(slots=True, eq=False)
+class Audience:
+    """Whether anybody listens to the event sink; whoever sends the events changes it."""
+
+    is_there: bool = True
+
+
 EventSink = Callable[[DirectoryEvent], None]
 """Called on the control loop; must not call the directory back and must not raise."""
 

@@ -15,7 +15,7 @@ import zmq
 from hisparse_service.contract import limits
 from hisparse_service.contract import messages as m
 from hisparse_service.contract.limits import BLOCK_KEY_BYTES, MAX_EVENT_BLOCKS
-from hisparse_service.directory.results import DirectoryEvent, EventKind, U32Array
+from hisparse_service.directory.results import Audience, DirectoryEvent, EventKind, U32Array
 
 EPOCH_INTERVAL_S: Final = 5.0
 """A subscriber that joined late learns the epoch after at most this."""
@@ -31,7 +31,8 @@ class EventPublisher:
         self._epoch = epoch
         self._epoch_event = m.encode(m.EpochEvent(epoch=epoch, instance=instance))
         self._prefixes: set[bytes] = set()
-        self._is_heard = False
+        self.audience = Audience(is_there=False)
+        """Whether anybody wants events of the directory."""
         self._wants_all = False
         self._next_epoch_s = 0.0
         self._tables: dict[int, npt.NDArray[Any]] = {}
@@ -41,10 +42,6 @@ class EventPublisher:
     def num_subscriptions(self) -> int:
         """Distinct topics that are subscribed to."""
         return len(self._prefixes)
-
-    def is_heard(self) -> bool:
-        """Whether anybody wants events of the directory."""
-        return self._is_heard
 
     def set_table(self, namespace_id: int, table: npt.NDArray[Any] | None) -> None:
         """Where the generations of a namespace's blocks stand; None before its mapping goes."""
@@ -70,7 +67,9 @@ class EventPublisher:
                     self._prefixes.add(prefix)
             elif frame[:1] == b"\x00":
                 self._prefixes.discard(prefix)
-        self._is_heard = self._is_wanted(m.TOPIC_PUBLISHED) or self._is_wanted(m.TOPIC_EVICTED)
+        self.audience.is_there = self._is_wanted(m.TOPIC_PUBLISHED) or self._is_wanted(
+            m.TOPIC_EVICTED
+        )
         if is_new:
             self._send(m.TOPIC_EPOCH, self._epoch_event)
 

@@ -136,7 +136,7 @@ def mirror_batch(
 
     Enqueued goes first: RESERVED to WRITING loses nothing if the rest is then refused.
     """
-    entry = entry_of(state, request.namespace_id)
+    entry = state.namespaces.get(request.namespace_id) or entry_of(state, request.namespace_id)
     if request.completed and request.key_space != entry.key_space:
         raise ForeignKeys(
             f"the keys were made for another namespace than {entry.namespace_id} ({entry.name})",

@@ -13,7 +13,7 @@ from hisparse_service.contract.errors import HiSparseError
 from hisparse_service.contract.segment import BlockState
 from hisparse_service.directory.blocks import next_generation
 from hisparse_service.directory.one_block import OneCompleted, OneReserved
-from hisparse_service.directory.results import MirrorItem, Quota
+from hisparse_service.directory.results import Audience, MirrorItem, Quota
 
 CAPACITY = 6
 PATHS = ((0,), (1,), (0, 2), (0, 2, 3), (1, 2), (1, 3))
@@ -241,11 +241,11 @@ def test_one_block_renews_the_writer_lease_of_the_group():
 
 
 def test_events_are_made_only_while_somebody_listens():
-    heard = False
-    world = World(CAPACITY, is_heard=lambda: heard)
+    audience = Audience(is_there=False)
+    world = World(CAPACITY, audience=audience)
     world.publish((0,))
     assert world.events == []
-    heard = True
+    audience.is_there = True
     world.publish((1,))
     assert [event.keys for event in world.events] == [key((1,))]
 

@@ -65,6 +65,21 @@ def test_nothing_is_sent_without_a_subscriber(pair: Pair) -> None:
     assert pair.publisher.sent_total == 0
 
 
+def test_the_directory_is_told_whether_anybody_listens(pair: Pair) -> None:
+    audience = pair.publisher.audience
+    pair.subscribe(m.TOPIC_EPOCH)
+    assert not audience.is_there
+    pair.subscribe(m.TOPIC_PUBLISHED)
+    assert audience.is_there
+    pair.sub.unsubscribe(m.TOPIC_PUBLISHED)
+
+    def is_gone() -> bool:
+        pair.publisher.read_subscriptions()
+        return not audience.is_there
+
+    wait_until(is_gone)
+
+
 def test_only_the_topics_asked_for_are_sent(pair: Pair) -> None:
     pair.subscribe(m.TOPIC_EVICTED)
     pair.publisher.on_directory_event(event(EventKind.PUBLISHED, 2))
