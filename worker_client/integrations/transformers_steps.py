@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from hisparse_service.contract.errors import UsageError
+from worker_client.device_lists import to_device
 
 if TYPE_CHECKING:
-    from worker_client.device_lists import to_device
-from worker_client.integrations.transformers import TieredAttention
+    from worker_client.integrations.transformers import TieredAttention
 
 PADDING = -1
 """Request slot, position and host slot of a row that is there for its shape alone."""
