@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -99,6 +99,7 @@ from hisparse_service.directory.results import (
 )
 from hisparse_service.directory.states import BlockEvent, LeaseEvent, LeaseState
 
+_PUBLISHED: Final = int(BlockState.PUBLISHED)  # numpy is slow with members of enums
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -638,7 +639,7 @@ class Directory:
         wanted = _distinct(owner, blocks)
         columns = owner.blocks.columns
         lease = self._leases.require_live(account, owner.namespace, lease_id) if lease_id else None
-        good = columns.state[wanted] == BlockState.PUBLISHED
+        good = columns.state[wanted] == _PUBLISHED
         good &= columns.generation[wanted] == generations
         if not good.all():
             at = int(good.argmin())
@@ -898,7 +899,7 @@ class Directory:
         else:
             assert blocks is not None
             wanted = _distinct(owner, blocks)
-            is_published = owner.blocks.columns.state[wanted] == BlockState.PUBLISHED
+            is_published = owner.blocks.columns.state[wanted] == _PUBLISHED
             gone = owner.drop_unused(wanted[is_published])
         owner.statistics.evictions += len(gone)
         return as_u32(gone)

@@ -28,6 +28,7 @@ from hisparse_service.contract.segment import BlockState
 from hisparse_service.directory.columns import BlockColumns
 from hisparse_service.directory.index import Blocks
 
+_PUBLISHED: Final = int(BlockState.PUBLISHED)  # numpy is slow with members of enums
 _MIN_SWEEP_ENTRIES: Final = 4096
 """Below this many entries stale ones are not worth a sweep."""
 
@@ -107,7 +108,7 @@ class LeastRecentlyUsed:
             else:
                 break
             if (
-                state[block] == BlockState.PUBLISHED
+                state[block] == _PUBLISHED
                 and not readers[block]
                 and last_use[block] == tick
                 and block not in taken
@@ -176,7 +177,7 @@ class LeastRecentlyUsed:
 
     def _candidates(self, blocks: Blocks) -> Blocks:
         columns = self._columns
-        mask = columns.state[blocks] == BlockState.PUBLISHED
+        mask = columns.state[blocks] == _PUBLISHED
         mask &= (columns.readers[blocks] == 0) & (columns.children[blocks] == 0)
         found: Blocks = blocks[mask]
         return found
@@ -185,7 +186,7 @@ class LeastRecentlyUsed:
         columns = self._columns
         blocks = np.array(self._queue_blocks, np.intp)[self._head :]
         ticks = np.array(self._queue_ticks, np.uint64)[self._head :]
-        keep = columns.state[blocks] == BlockState.PUBLISHED
+        keep = columns.state[blocks] == _PUBLISHED
         keep &= (columns.readers[blocks] == 0) & (columns.children[blocks] == 0)
         keep &= columns.last_use[blocks] == ticks
         self._queue_blocks = array("I", blocks[keep].astype(np.uint32).tobytes())

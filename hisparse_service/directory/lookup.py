@@ -6,6 +6,8 @@ the control loop calls it.
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from hisparse_service.contract.errors import LeaseLost, QuotaExceeded, UsageError
@@ -16,6 +18,9 @@ from hisparse_service.directory.leases import Lease, LeaseTable
 from hisparse_service.directory.namespaces import Namespace, as_u32
 from hisparse_service.directory.results import LookupResult
 from hisparse_service.directory.states import LeaseEvent, LeaseState
+
+
+_GRANTED: Final = LeaseState.GRANTED
 
 
 class Lookup:
@@ -106,7 +111,10 @@ class Lookup:
         self._check_lease()
         if not self._is_done:
             raise UsageError("the lookup is not done", remedy="Call step until it returns True")
-        found = np.concatenate(self._found) if self._found else NO_BLOCKS
+        if len(self._found) == 1:
+            (found,) = self._found
+        else:
+            found = np.concatenate(self._found) if self._found else NO_BLOCKS
         statistics = self._namespace.statistics
         statistics.keys_hit += len(found)
         statistics.tokens_hit += len(found) * self._namespace.block_size
@@ -131,7 +139,7 @@ class Lookup:
             self._leases.end(self._lease, LeaseEvent.RELEASE)
 
     def _check_lease(self) -> None:
-        if self._lease.state is not LeaseState.GRANTED:
+        if self._lease.state is not _GRANTED:
             raise LeaseLost(
                 f"lease {self._lease.lease_id} ended during the lookup ({self._lease.state.name})",
                 remedy="Look the keys up again",

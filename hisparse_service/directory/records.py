@@ -33,8 +33,8 @@ _FIELDS: Final = struct.Struct("<QQQQQIIIIHB")
 """key_low, key_high, last_use, checksum, check, generation, parent, parent_generation, depth,
 namespace, flags: all but the state, which follows"""
 
-_AFTER_STATE: Final = {
-    state: declare(f"record.after_state_{state.name.lower()}") for state in BlockState
+_AFTER_STATE: Final[dict[int, str]] = {
+    int(state): declare(f"record.after_state_{state.name.lower()}") for state in BlockState
 }
 _PUBLISHED: Final = int(BlockState.PUBLISHED)
 _AFTER_PUBLISHED: Final = _AFTER_STATE[BlockState.PUBLISHED]
@@ -112,12 +112,12 @@ class RecordTable:
         self._columns.clear()
         self._table = None
 
-    def store_state_one(self, block: int, state: BlockState) -> None:
+    def store_state_one(self, block: int, state: int) -> None:
         """State of one block."""
         self._bytes[block * RECORD_BYTES + _STATE_OFFSET] = state
         crash_point(_AFTER_STATE[state])
 
-    def store_state(self, blocks: Blocks, state: BlockState) -> None:
+    def store_state(self, blocks: Blocks, state: int) -> None:
         """State of blocks."""
         self._columns["state"][blocks] = state
         crash_point(_AFTER_STATE[state])
