@@ -19,7 +19,6 @@ from hisparse_service.directory.namespaces import Namespace, as_u32
 from hisparse_service.directory.results import LookupResult
 from hisparse_service.directory.states import LeaseEvent, LeaseState
 
-
 _GRANTED: Final = LeaseState.GRANTED
 
 

@@ -259,7 +259,8 @@ class Namespace:
             QuotaExceeded: Too many pins.
         """
         if blocks.size:
-            self.check_quota(lease.account, pins=len(blocks))
+            if self.quotas.limits_blocks:
+                self.check_quota(lease.account, pins=len(blocks))
             self.blocks.pin(blocks, tick=tick)
             lease.pins.add(blocks)
             self.charge(lease, pins=len(blocks))
