@@ -506,7 +506,9 @@ def _copy_rows(
             out = targets[0].rows[place : place + rows.size]
             source.rows.take(rows, out=out, mode="clip")
     else:
-        _copy_scattered_rows(source, targets, source_rows, target_rows, scratch)
+        _copy_scattered_rows(
+            source, targets, source_rows, target_rows, scratch, in_runs=runs is not None
+        )
 
 
 def _copy_scattered_rows(
@@ -515,6 +517,8 @@ def _copy_scattered_rows(
     source_rows: _Ids,
     target_rows: _Ids,
     scratch: npt.NDArray[np.uint8],
+    *,
+    in_runs: bool,
 ) -> None:
     """By chunks that stay in the second-level cache between their two copies.
 
@@ -535,7 +539,8 @@ def _copy_scattered_rows(
         source.first_words[rows]
         source.rows.take(rows, out=wide[:count], mode="clip")
         for target, first_words, part in sides:
-            first_words[places]
+            if not in_runs:  # the next row is adjacent: the processor fetches it by itself
+                first_words[places]
             target[places] = part[:count]
 
 
