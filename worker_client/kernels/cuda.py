@@ -1,10 +1,11 @@
 """The GPU data plane: the functions of `reference.py` as CUDA kernels, byte for byte.
 
 Every operation is one launch on torch's current stream and reads nothing back, so it can be
-captured in a CUDA graph; copies that sort take memory to sort in from torch, once a stream and once
-a captured launch (docs/decisions/0016-gathers-sort-and-share.md). Variants are compiled when a hot state is made (see
-`CudaBackend.prepare`), not in a captured region. What the kernels would trap on is checked by
-`interface.check_*`; a block id past the end makes its lanes invalid instead of a wild access.
+captured in a CUDA graph; copies that sort take memory to sort in from torch, once a stream and
+once a captured launch (docs/decisions/0016-gathers-sort-and-share.md). Variants are compiled when
+a hot state is made (see `CudaBackend.prepare`), not in a captured region. What the kernels would
+trap on is checked by `interface.check_*`; a block id past the end makes its lanes invalid instead
+of a wild access.
 
 Host pages must be registered with CUDA in this process, portable and mapped; they are read and
 written in place. Used by `runtime.py` and `mirror.py` on the worker's compute thread; a backend
