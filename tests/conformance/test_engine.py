@@ -332,6 +332,27 @@ def test_blocks_whose_rows_are_wrong_are_found_by_nobody_and_not_written_while_p
     assert other.cached_tokens["b"] == 0
 
 
+def test_blocks_that_became_wrong_while_the_service_was_away_are_found_by_nobody(
+    daemon, make_engine
+):
+    from real_daemon import wait_until
+
+    engine = make_engine(endpoint_of(daemon))
+    engine.add("a", PROMPT, max_tokens=30)
+    for _ in range(12):
+        engine.step()
+    daemon.kill()
+    wait_until(lambda: not engine.connector.service.is_available, "away")
+    engine.host_pool.evict_blocks({b.block_id for b in engine.host_pool.blocks if b.ref_cnt})
+    engine.run()
+    daemon.start()
+    wait_until(lambda: engine.connector.service.is_available, "back")
+    wait_until(lambda: (engine.step(), not engine.connector.service.host.pinned)[1], "forgotten")
+    other = make_engine(endpoint_of(daemon))
+    assert other.generate("b", PROMPT) == expected_tokens(PROMPT, 4)
+    assert other.cached_tokens["b"] == 0
+
+
 def test_another_hash_function_or_model_shares_nothing(daemon, make_engine, tmp_path):
     make_engine(endpoint_of(daemon)).generate("a", PROMPT)
     other = make_engine(endpoint_of(daemon), hash_algorithm="sha256")

@@ -29,7 +29,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.hisparse.block_pool import SharedEventQueueBlockPool
 
-from hisparse_service.contract.errors import HiSparseError, LeaseLost
+from hisparse_service.contract.errors import LeaseLost
 from hisparse_service.contract.limits import MAX_KEYS
 from worker_client.client import Namespace
 from worker_client.integrations.vllm.host_blocks import HostBlocks, Publication
@@ -183,7 +183,7 @@ class ServiceBlockPool(SharedEventQueueBlockPool):  # type: ignore[misc]
         )
 
     def evict_blocks(self, block_ids: set[int]) -> None:
-        """Rows of these are wrong: they are no hits any more, for no engine."""
+        """Rows of these are wrong: they are no hits any more; see `HostBlocks.forget`."""
         super().evict_blocks(block_ids)
         self._wrong |= block_ids
         self.host.distrust(block_ids)
@@ -294,20 +294,13 @@ class ServiceBlockPool(SharedEventQueueBlockPool):  # type: ignore[misc]
             self.host.reuse(block_id)
             self._free.append(block)
         wrong = [block_id for block_id in going if block_id in self._wrong]
-        self._forget_wrong(wrong)
+        for block_id in wrong:
+            self._drop_hash(self.blocks[block_id])
         kept = [block_id for block_id in going if block_id not in self._wrong]
-        for block_id in (*self.host.unpin(kept), *wrong):
+        for block_id in (*self.host.unpin(kept), *self.host.forget(wrong)):
             self._idle.discard(block_id)
             self._wrong.discard(block_id)
             self._drop_hash(self.blocks[block_id])
-
-    def _forget_wrong(self, wrong: list[int]) -> None:
-        if not wrong:
-            return
-        try:
-            self.host.forget(wrong)
-        except HiSparseError as error:
-            logger.warning("hisparse-service: wrong blocks stay published: %s", error)
 
     def _drop_hash(self, block: Any) -> None:
         # The block may still be a hit, in the directory: no BlockRemoved is sent here; what

@@ -93,6 +93,7 @@ class HostBlocks:
         self._when_away = when_away
         self._away_limit_s = away_limit_s
         self._away_since_s: float | None = None
+        self._forget_from_s: float | None = 0.0
         self._lease: BlockLease = BlockLease(namespace, epoch=namespace.session_epoch)
         self._generations: dict[int, int] = {}
         """Of every block that is held, reserved or pinned."""
@@ -244,12 +245,31 @@ class HostBlocks:
         """Rows of these held blocks are wrong: nothing is published below them any more."""
         self._unpublished.update(block for block in blocks if block in self._generations)
 
-    def forget(self, blocks: Sequence[int]) -> None:
-        """Let published blocks go whose rows are wrong: nobody shall find them again."""
+    def forget(self, blocks: Sequence[int]) -> Sequence[int]:
+        """Let published blocks go whose rows are wrong: nobody shall find them again.
+
+        Returns those that went; none while the daemon is away: they are to be asked for again.
+        A block that another engine reads stays published.
+        """
         pinned = [block for block in blocks if block in self.pinned]
         if pinned:
-            self.namespace.free(self._lease, pinned)
+            if not self.namespace.is_daemon_there:
+                self._forget_from_s = None
+                return ()
+            if self._forget_from_s is None:
+                # A daemon that adopted the pool holds what was read, and would forget nothing;
+                # twice, because it sweeps only now and then.
+                self._forget_from_s = time.monotonic() + 2 * limits.ADOPTION_GRACE_S
+            if time.monotonic() < self._forget_from_s:
+                return ()
+            try:
+                self.namespace.free(self._lease, pinned)
+            except ServiceUnavailable:
+                return ()
+            except (UsageError, LeaseError) as error:  # carried out before, without an answer
+                logger.warning("hisparse-service: %s", error)
             self._forget(pinned)
+        return blocks
 
     def evict_unused(self) -> None:
         """Every published block of the namespace that nobody reads goes, other engines' too."""
