@@ -86,6 +86,8 @@ PRODUCTS: Final = {
     "decode": "[64 x 7,168] x [7,168 x 8,192]",
 }
 KINDS: Final = {"wide": "an index group of 4", "sorted": "single layers"}
+BESIDE_BLOCKS: Final = {"wide": 4, "sorted": 4}
+"""Thread blocks of a gather beside computation, as the library makes it: those of `CudaTuning`."""
 
 REQUIRED: Final = (
     *_times("hit", "all hits", [(1, "17.4", 13, 8), (64, "18.2", 16, 9), (256, "25.5", 22, 14)]),
@@ -115,8 +117,9 @@ REQUIRED: Final = (
     ),
     *(
         Required(
-            name=f"beside_product.default.{kind}.{product}",
-            what=f"product ({product}) beside the gather of {layers}: slowed down by", peer="",
+            name=f"beside_product.{kind}.{BESIDE_BLOCKS[kind]}.{product}", peer="",
+            what=f"product ({product}) beside the gather of {layers}, default of "
+            f"{BESIDE_BLOCKS[kind]} thread blocks: slowed down by",
             required=10.0, unit="%", is_time=True,
         )
         for kind, layers in KINDS.items()
@@ -323,10 +326,49 @@ def table_beside(results: Results) -> list[str]:
     return table(head, rows) if rows else ["Not measured yet."]
 
 
+TRANSLATION: Final = {
+    "order": "order, without hints (random: 66 blocks, sorted: 16)",
+    "hints": "hint to leave the cache first on",
+    "grid": "thread blocks",
+    "span": "source within GiB, 24 blocks, no hints",
+    "spread": "destination spread over MB",
+    "policy": "cache policy, destination spread over 172 / 688 MB",
+    "pages": "pages of the host memory, as in span 16",
+    "copy": "way of copying, no hints",
+}
+TRANSLATION_ROWS: Final = ("19009", "73339", "131072")
+
+
+def table_translation(results: Results) -> list[str]:
+    """The bare gather: what is varied, to what, and the bandwidth for each number of rows."""
+    cells: dict[tuple[str, str], dict[str, Result]] = {}
+    for match, figure in results.matching(r"translation\.(\w+)\.(\w+)\.(\d+)"):
+        if match[1] in TRANSLATION and match[3] in TRANSLATION_ROWS:
+            cells.setdefault((match[1], match[2]), {})[match[3]] = figure
+    rows = []
+    for group, what in TRANSLATION.items():
+        for (found, label), by_rows in cells.items():
+            if found == group:
+                values = (
+                    number(by_rows[each]["value"]) if each in by_rows else "-"
+                    for each in TRANSLATION_ROWS
+                )
+                shown = next(iter(by_rows.values()))
+                rows.append((what, label.replace("_", " "), *values, results.run_of(shown)))
+    head = ("varied", "to", *(f"{int(each):,} rows, GB/s" for each in TRANSLATION_ROWS), "run")
+    return table(head, rows) if rows else ["Not measured yet."]
+
+
 def table_other(results: Results) -> list[str]:
     """Figures without a requirement that belong to no other table."""
     taken = {each.name for each in REQUIRED}
-    patterns = (r"trace\..*", r"model\..*", r"overhead\..*", r"beside_product\..*")
+    patterns = (
+        r"trace\..*",
+        r"model\..*",
+        r"overhead\..*",
+        r"beside_product\..*",
+        r"translation\..*",
+    )
     rows = [
         (f"`{name}`", number(figure["value"]), figure["unit"], results.run_of(figure))
         for name, figure in results.figures.items()
@@ -372,6 +414,7 @@ TABLES: Final[dict[str, Callable[[Results], list[str]]]] = {
     "model": table_model,
     "resident": table_resident,
     "beside": table_beside,
+    "translation": table_translation,
     "control": table_control,
     "other": table_other,
     "runs": table_runs,

@@ -97,6 +97,28 @@ def beside_series(results: Results) -> list[Series]:
     return [series for label, line in points.items() for series in _line(label, line)]
 
 
+def span_series(results: Results) -> list[Series]:
+    """Bandwidth of the bare gather against the host memory that its rows come from."""
+    points: dict[str, dict[float, float]] = {}
+    for match, figure in results.matching(r"translation\.span\.(\d+)(_flushed)?\.(\d+)"):
+        label = f"{int(match[3]):,} rows" + (", cache flushed before" if match[2] else "")
+        points.setdefault(label, {})[float(match[1])] = figure["value"]
+    return [
+        series
+        for label, line in points.items()
+        for series in _line(label, line, "x:" if "flushed" in label else "o-")
+    ]
+
+
+def spread_series(results: Results) -> list[Series]:
+    """Bandwidth of the bare gather against the device memory over which its rows are spread."""
+    points: dict[str, dict[float, float]] = {}
+    for match, figure in results.matching(r"translation\.spread\.(\w+)\.(\d+)"):
+        at = figure["parameters"]["destination_mb"]
+        points.setdefault(f"{int(match[2]):,} rows", {})[at] = figure["value"]
+    return [series for label, line in points.items() for series in _line(label, line)]
+
+
 def control_series(results: Results) -> list[Series]:
     """Ratios of the control plane to their references, a group of bars a run."""
     found = []
@@ -134,6 +156,14 @@ PLOTS: Final = {
     "beside": Plot(
         title="Slow-down of a matrix product beside the gather", x="thread blocks of the gather",
         y="%", series=beside_series,
+    ),
+    "span": Plot(
+        title="Rows in order, no hints: bandwidth against the span of their addresses",
+        x="GiB of host memory", y="GB/s", series=span_series, is_log=True,
+    ),
+    "spread": Plot(
+        title="Rows in order, with hints: bandwidth against the spread of their destinations",
+        x="MB of device memory", y="GB/s", series=spread_series,
     ),
     "control": Plot(
         title="Control plane: ratio to the reference of the same run", x="", y="ratio",

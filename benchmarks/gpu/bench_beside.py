@@ -174,8 +174,9 @@ class Size:
 
 
 def grid_sizes(default: CopyLaunch) -> list[Size]:
-    """Fewer and more blocks of the default launch."""
-    return [Size(suffix=f"{n}", launch=replace(default, blocks=n)) for n in GRIDS]
+    """The default launch, with its own number of blocks and with others."""
+    sizes = sorted({*GRIDS, default.blocks})
+    return [Size(suffix=f"{n}", launch=replace(default, blocks=n)) for n in sizes]
 
 
 def variant_sizes(default: CopyLaunch) -> Iterator[Size]:
@@ -213,20 +214,6 @@ class Beside:
         self._works = {"wide": wide, "sorted": single_work(backend, pool, 64)}
         self._plans = {kind: work.planned(8) for kind, work in self._works.items()}
 
-    def defaults(self) -> None:
-        """The launches as the library makes them, each beside each product."""
-        for kind, work in self._works.items():
-            usual = Gathers(
-                backend=self._backend, work=work, plans=self._plans[kind], kind=kind,
-                launch=getattr(self._backend.tuning, f"{kind}_beside"),
-            )  # fmt: skip
-            for product in self._products.values():
-                name = f"beside_product.default.{kind}.{product.shape.name}"
-                if self._report.wants(name):
-                    measure_beside(
-                        self._report, name, product, usual, required=MAX_SLOW_DOWN_PERCENT
-                    )
-
     def sizes(self, sizes_of: Callable[[CopyLaunch], Iterable[Size]]) -> None:
         """Other launch sizes; one that fails does not take the others with it."""
         for kind, work in self._works.items():
@@ -243,15 +230,15 @@ class Beside:
         made = make_gathers(
             self._backend.tuning, kind, size.launch, work, self._plans[kind], size.cluster
         )
+        is_default = made.launch == getattr(self._backend.tuning, f"{kind}_beside")
+        required = MAX_SLOW_DOWN_PERCENT if is_default and made.cluster == 1 else None
         for product, name in names.items():
-            measure_beside(self._report, name, self._products[product], made)
+            measure_beside(self._report, name, self._products[product], made, required=required)
 
 
 def bench_beside_product(report: Report, backend: CudaBackend, pool: Pool) -> None:
-    """``beside_product.default.<kind>.<product>``, then each grid size of the default launch."""
-    beside = Beside(report, backend, pool)
-    beside.defaults()
-    beside.sizes(grid_sizes)
+    """``beside_product.<kind>.<blocks>.<product>``: the default launch in each grid size."""
+    Beside(report, backend, pool).sizes(grid_sizes)
 
 
 def sweep_beside(report: Report, backend: CudaBackend, pool: Pool) -> None:

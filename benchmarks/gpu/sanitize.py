@@ -25,7 +25,10 @@ TESTS = "tests/gpu"
 SAMPLE = (
     r"gather_copies_planned.*(-one-layer|-interleaved|-two-launches)\]",
     r"gather_with_many_requests",
-    r"do_not_fit",
+    r"any_number_of_thread_blocks",
+    r"crowd_in_a_few_places",
+    r"on_several_streams",
+    r"without_memory_to_sort",
     r"blocks_and_rows.*\[(one-layer|interleaved)\]",
     r"stage_leaves.*(-one-layer|-interleaved)\]",
     r"agrees_with_the_reference.*\[(default|block_size=48|top_k=256-rows=4|block_size=16-top_k=100)",

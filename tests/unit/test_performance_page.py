@@ -79,6 +79,21 @@ def test_prose_cannot_name_a_figure_that_is_not_there(tmp_path: Path) -> None:
         page.inline(results, "{{value link.d2h}}")
 
 
+def test_the_table_of_the_bare_gather_keeps_one_row_a_value_and_leaves_out_what_is_no_bandwidth(
+    tmp_path: Path,
+) -> None:
+    listed = [
+        figure("translation.span.8.131072", 40.0),
+        figure("translation.span.8.19009", 35.0),
+        figure("translation.hints.both.4096", 26.0),
+        figure("translation.dram_read.sorted.19009", 2.8, unit="MB"),
+    ]
+    results = results_of(tmp_path, bare=listed)
+    _, _, row = page.table_translation(results)
+    assert "| 8 | 35 | - | 40 |" in row
+    assert len(page.table_other(results)) == 2
+
+
 def test_plots_are_the_same_bytes_for_the_same_figures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     results = page.Results()
@@ -99,6 +114,15 @@ def test_each_required_figure_of_the_kernels_is_found_by_its_name() -> None:
             continue
         parts = [part for part in STEMS if wanted_names(part, (each.name,)) is not None]
         assert len(parts) == 1, (each.name, parts)
+
+
+def test_what_is_required_beside_computation_is_of_the_launch_that_the_library_makes() -> None:
+    pytest.importorskip("cuda.core")
+    from worker_client.kernels.cuda import CudaTuning
+
+    tuning = CudaTuning()
+    made = {"wide": tuning.wide_beside.blocks, "sorted": tuning.sorted_beside.blocks}
+    assert made == page.BESIDE_BLOCKS
 
 
 def test_a_sweep_runs_only_when_it_is_named() -> None:
