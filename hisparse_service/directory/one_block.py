@@ -6,8 +6,8 @@ goes the general way (`publish.py`, `Directory.reserve`), which has the same rul
 wrong. So the two ways must agree on what is good; `test_directory_one_block.py` compares them.
 
 Why it is worth a second way: a daemon that answers one message at a time runs cold after each
-context switch, and then what counts is how much code a message touches. The general way makes 120
-Python calls for a step, this one 12 (counted by sys.setprofile, benchmarks/control.py `step`).
+context switch, and then what counts is how much code a message touches. In the general way a step
+makes 120 Python calls in the daemon, 50 in this one (counted by sys.setprofile; decision 0017).
 
 Only `directory.py` calls it, on the control loop.
 """
