@@ -24,6 +24,8 @@ def main(path: Path) -> None:
         ),
         cuda.copy_spec(tuning.wide),
         cuda.copy_spec(tuning.sorted),
+        cuda.copy_spec(tuning.wide_beside),
+        cuda.copy_spec(tuning.sorted_beside),
         cuda.copy_spec(tuning.blocks, power_of_two=False),
         cuda.state_spec(),
     ]
