@@ -148,12 +148,17 @@ def time_calls(
     return samples
 
 
+Turn = tuple[list[float], list[float]]
+"""Seconds of each of the daemon's calls, and of the echo's, one behind the other."""
+
+
 def paired_client(
     endpoint: str, runtime: str, kind: str, call_count: int, start: Any, out: Any
 ) -> None:
     """Calls of one kind to the daemon, and as many to the echo server, in turns.
 
-    Puts (seconds of the daemon's calls, seconds of the echo's). All clients take the same turn.
+    Puts one (seconds of the daemon's calls, seconds of the echo's) a turn. All clients take the
+    same turn.
     """
     spec = CALLS[kind]
     request = os.urandom(spec.request_bytes)
@@ -170,15 +175,14 @@ def paired_client(
                 socket.recv()
 
         call, after = make_call(client, kind)
-        ours: list[float] = []
-        theirs: list[float] = []
+        turns: list[Turn] = []
         for _ in range(max(2, call_count // TURN_CALLS)):
             count = min(TURN_CALLS, call_count)
             start.wait(300)
-            theirs += time_calls(echo_call, count=count)
+            theirs = time_calls(echo_call, count=count)
             start.wait(300)
-            ours += time_calls(call, count=count, after=after)
-        out.put((ours, theirs))
+            turns.append((time_calls(call, count=count, after=after), theirs))
+        out.put(turns)
 
 
 def make_call(client: Client, kind: str) -> tuple[Callable[[], Any], Callable[[], Any] | None]:
@@ -235,8 +239,8 @@ def make_publish_call(
     return step, restart
 
 
-def run_clients(arguments: tuple[Any, ...], num_clients: int) -> tuple[list[float], list[float]]:
-    """(seconds of the daemon's calls, of the echo's) of `num_clients` processes side by side."""
+def run_clients(arguments: tuple[Any, ...], num_clients: int) -> list[Turn]:
+    """All turns of `num_clients` processes side by side."""
     start, out = SPAWN.Barrier(num_clients), SPAWN.Queue()
     processes = [
         SPAWN.Process(target=paired_client, args=(*arguments, start, out), daemon=True)
@@ -247,7 +251,7 @@ def run_clients(arguments: tuple[Any, ...], num_clients: int) -> tuple[list[floa
     parts = [out.get(timeout=300) for _ in processes]
     for process in processes:
         process.join()
-    return [s for ours, _ in parts for s in ours], [s for _, theirs in parts for s in theirs]
+    return [turn for part in parts for turn in part]
 
 
 def fill(runtime: str) -> Client:
@@ -348,21 +352,23 @@ def measure_calls(directory: str, runtime: str, *, is_quick: bool) -> list[Figur
         with echo(directory, spec.reply_bytes) as endpoint:
             for num_clients in (1, 8):
                 count = spec.count // (5 if is_quick else 1) // rounds // num_clients
-                ours: list[float] = []
-                theirs: list[float] = []
-                for _ in range(rounds):
-                    arguments = (endpoint, runtime, kind, max(count, 20))
-                    more_ours, more_theirs = run_clients(arguments, num_clients)
-                    ours += more_ours
-                    theirs += more_theirs
-                figures.append(emit(call_figure(kind, spec, num_clients, ours, theirs)))
+                arguments = (endpoint, runtime, kind, max(count, 20))
+                turns = [
+                    turn for _ in range(rounds) for turn in run_clients(arguments, num_clients)
+                ]
+                figures.append(emit(call_figure(kind, spec, num_clients, turns)))
     return figures
 
 
-def call_figure(
-    kind: str, spec: Call, num_clients: int, ours: list[float], theirs: list[float]
-) -> Figure:
-    """p50 of one kind of call, beside its echo's."""
+def call_figure(kind: str, spec: Call, num_clients: int, turns: list[Turn]) -> Figure:
+    """p50 of one kind of call, beside its echo's.
+
+    Where round trips take one of two times, as the processes lie, the two medians may fall on
+    different ones: `median_ratio_of_turns` compares within each turn alone.
+    """
+    ours = [sample for turn, _ in turns for sample in turn]
+    theirs = [sample for _, turn in turns for sample in turn]
+    of_turns = [statistics.median(turn) / statistics.median(echoes) for turn, echoes in turns]
     p50, p99 = percentiles_us(ours)
     reference, reference_p99 = percentiles_us(theirs)
     is_required = num_clients == 1
@@ -379,6 +385,7 @@ def call_figure(
             "reference_p99_ms": reference_p99 / 1e3, "request_bytes": spec.request_bytes,
             "reply_bytes": spec.reply_bytes, "round_trips": spec.num_round_trips,
             "ratio_to_one_echo": p50 / reference * spec.num_round_trips,
+            "median_ratio_of_turns": statistics.median(of_turns),
         },
     )  # fmt: skip
 
