@@ -22,11 +22,11 @@ def main(path: Path) -> None:
         cuda.resolve_spec(
             threads=1024, wide_keys=True, global_hash=True, wide_rows=True, power_of_two=False
         ),
-        cuda.copy_spec(tuning.wide),
-        cuda.copy_spec(tuning.sorted),
-        cuda.copy_spec(tuning.wide_beside),
-        cuda.copy_spec(tuning.sorted_beside),
-        cuda.copy_spec(tuning.blocks, power_of_two=False),
+        cuda.copy_spec(tuning.wide, sorts=False),
+        cuda.copy_spec(tuning.sorted, sorts=True),
+        cuda.copy_spec(tuning.wide_beside, sorts=False),
+        cuda.copy_spec(tuning.sorted_beside, sorts=True),
+        cuda.copy_spec(tuning.blocks, sorts=False, power_of_two=False),
         cuda.state_spec(),
     ]
     compiler = KernelCompiler(None)

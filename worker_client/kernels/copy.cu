@@ -14,7 +14,7 @@
 //    blocks into few groups: some are half as fast as others. A warp whose range is done takes rows from
 //    the range with the most left.
 //
-// Compiled with HS_COPY_UNROLL, HS_THREADS, HS_BLOCKS_PER_SM and HS_POW2.
+// Compiled with HS_COPY_UNROLL, HS_THREADS, HS_BLOCKS_PER_SM, HS_SORTS and HS_POW2.
 #include "common.cuh"
 
 constexpr i32 kThreads = HS_THREADS;
@@ -624,11 +624,13 @@ __device__ __forceinline__ void copy_lists(const RowArgs& a) {
     for (i32 first = 0; first < a.num_lists; first += kThreads) {
         const i32 lists = min(kThreads, a.num_lists - first);
         const u32 total = sum_counts(a, s, first, lists);
+#if HS_SORTS
         if (a.control && total >= (u32)a.sort_min_rows) {
             copy_sorted<D>(a, s, total);
-        } else {
-            copy_in_order<D>(a, s, first, lists, total);
+            return;
         }
+#endif
+        copy_in_order<D>(a, s, first, lists, total);
         __syncthreads();
     }
 }

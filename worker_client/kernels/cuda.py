@@ -266,8 +266,8 @@ def resolve_spec(
     )
 
 
-def copy_spec(launch: CopyLaunch, *, power_of_two: bool = True) -> KernelSpec:
-    """The variant of copy.cu for a launch size."""
+def copy_spec(launch: CopyLaunch, *, sorts: bool, power_of_two: bool = True) -> KernelSpec:
+    """The variant of copy.cu for a launch size, with the code that sorts rows or without."""
     return KernelSpec.make(
         "copy.cu",
         {
@@ -278,6 +278,7 @@ def copy_spec(launch: CopyLaunch, *, power_of_two: bool = True) -> KernelSpec:
             "HS_SIZEOF_BLOCKS": ctypes.sizeof(_BlockArgs),
             "HS_LIST_BYTES": list_bytes(launch.threads, sorts=True),
             "HS_CONTROL_BYTES": CONTROL_BYTES,
+            "HS_SORTS": int(sorts),
             "HS_POW2": int(power_of_two),
         },
     )
@@ -533,13 +534,14 @@ class CudaBackend:
             return
         for threads in (1024, 512):
             self._entry(resolve_spec(threads=threads), "hs_resolve")
-        for launch in (self.tuning.wide, self.tuning.sorted):
+        tuning = self.tuning
+        for launch, sorts in ((tuning.wide, False), (tuning.sorted, True)):
             for name in ("hs_rows_to_device", "hs_rows_to_host"):
-                self._entry(copy_spec(launch), name)
-        for launch in (self.tuning.wide_beside, self.tuning.sorted_beside):
-            self._entry(copy_spec(launch), "hs_rows_to_device")
+                self._entry(copy_spec(launch, sorts=sorts), name)
+        for launch, sorts in ((tuning.wide_beside, False), (tuning.sorted_beside, True)):
+            self._entry(copy_spec(launch, sorts=sorts), "hs_rows_to_device")
         for name in ("hs_blocks_to_device", "hs_blocks_to_host"):
-            self._entry(copy_spec(self.tuning.blocks), name)
+            self._entry(copy_spec(tuning.blocks, sorts=False), name)
         for name in ("hs_invalidate", "hs_reset"):
             self._entry(state_spec(), name)
         self._sorting.prepare()
@@ -744,7 +746,8 @@ class CudaBackend:
                 memory = self._sorting.memory(entries)
         if memory is not None:
             args.sorted, args.control = memory.rows.data_ptr(), memory.control
-        spec = copy_spec(launch, power_of_two=power_of_two_shift(args.block_size) >= 0)
+        power_of_two = power_of_two_shift(args.block_size) >= 0
+        spec = copy_spec(launch, sorts=sorts, power_of_two=power_of_two)
         self._launch(
             self._entry(spec, name),
             args,
@@ -790,7 +793,7 @@ class CudaBackend:
             args.device_blocks = self._on_device("device_blocks", device_blocks)
             args.num_pairs = device_blocks.shape[0]
             power_of_two = power_of_two_shift(layers.block_size) >= 0
-            spec = copy_spec(self.tuning.blocks, power_of_two=power_of_two)
+            spec = copy_spec(self.tuning.blocks, sorts=False, power_of_two=power_of_two)
             self._launch(
                 self._entry(spec, name),
                 args,

@@ -27,9 +27,11 @@ SPECS = {
     "resolve-widest": cuda.resolve_spec(
         threads=1024, wide_keys=True, global_hash=True, wide_rows=True, power_of_two=False
     ),
-    "copy-wide": cuda.copy_spec(TUNING.wide),
-    "copy-sorted": cuda.copy_spec(TUNING.sorted),
-    "copy-blocks": cuda.copy_spec(TUNING.blocks, power_of_two=False),
+    "copy-wide": cuda.copy_spec(TUNING.wide, sorts=False),
+    "copy-sorted": cuda.copy_spec(TUNING.sorted, sorts=True),
+    "copy-wide-beside": cuda.copy_spec(TUNING.wide_beside, sorts=False),
+    "copy-sorted-beside": cuda.copy_spec(TUNING.sorted_beside, sorts=True),
+    "copy-blocks": cuda.copy_spec(TUNING.blocks, sorts=False, power_of_two=False),
     "state": cuda.state_spec(),
 }
 ENTRIES = {
