@@ -27,6 +27,8 @@ SEGMENT: Final = 6
 """A segment that is not ours or is damaged."""
 INTERNAL: Final = 70
 """A bug."""
+INTERRUPTED: Final = 130
+"""Ctrl-C (SIGINT) before the daemon ran; while it runs, it drains and ends with 0."""
 
 _BY_TYPE: Final = (
     (ConfigError, CONFIG),

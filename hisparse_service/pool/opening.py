@@ -285,6 +285,16 @@ class _Opening:
                 limit="unknown", limit_bytes=0, needed_bytes=self._size_bytes,
             )  # fmt: skip
         tightest = min(readings, key=lambda reading: reading.available_bytes)
+        if tightest.available_bytes > self._size_bytes:
+            return PoolTooLarge(
+                f"the pool's {self._size_bytes} bytes could not be reserved: {error}; now that "
+                f"they were given back, {tightest.source} leaves {tightest.available_bytes} bytes "
+                f"(limit: {tightest.limit.value})",
+                remedy="Look what took memory at that time, or ended the process (`dmesg`), and "
+                "start again; or set a smaller pool_bytes",
+                limit=tightest.limit.value, limit_bytes=tightest.limit_bytes,
+                available_bytes=tightest.available_bytes, needed_bytes=self._size_bytes,
+            )  # fmt: skip
         return memory_limits.pool_too_large(tightest, needed_bytes=self._size_bytes)
 
 

@@ -9,6 +9,9 @@ belong to the segment, whoever touches them first.
 The child is forked while its maker has one thread, before there are locks and sockets to inherit.
 It waits for a segment, populates it with its own threads, says how far it is, and ends. It dies
 with its maker. The maker's page tables stay empty, as they are when a pool is adopted.
+
+It gets an open file of its own: the owner lock hangs on the maker's, and must not live on in a
+child that takes its time to die (unmapping a large pool does).
 """
 
 from __future__ import annotations
@@ -52,6 +55,7 @@ class Reserver:
     def __init__(self, pid: int, sock: socket.socket) -> None:
         self._pid = pid
         self._socket = sock
+        self._is_used = False
 
     @classmethod
     def fork(cls) -> Reserver | None:
@@ -59,7 +63,13 @@ class Reserver:
 
         Call it while this process has one thread.
         """
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError:
+            return None
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+            # Inherited: the kernel would reap children itself, and their pids be somebody else's.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         maker = os.getpid()
         try:
             pid = os.fork()
@@ -76,25 +86,30 @@ class Reserver:
         self,
         *,
         fd: int,
-        address: int,  # noqa: ARG002 - as `populate.populate`, for which this stands in
+        address: int,
         size_bytes: int,
         threads: int = 0,
         method: PopulateMethod | None = None,
         progress: ProgressCallback | None = None,
         cancel: threading.Event | None = None,
     ) -> PopulateReport:
-        """`populate.populate` in the child; may be called once.
+        """`populate.populate`, in the child the first time and in this process from then on.
+
+        A second time comes where the name of the first segment was taken meanwhile.
 
         Raises:
             Cancelled: `cancel` was set.
             OSError: As there, EIO for what is no error of a call; ENOMEM where the child was
                 killed, which is what the kernel does to a process for which there is no memory.
         """
+        if self._is_used:
+            return populate(
+                fd=fd, address=address, size_bytes=size_bytes, threads=threads, method=method,
+                progress=progress, cancel=cancel,
+            )  # fmt: skip
+        self._is_used = True
         started = time.monotonic()
-        task = _TASK.pack(size_bytes, threads, _METHODS.index(method))
-        self._socket.settimeout(PROGRESS_INTERVAL_S)
-        with contextlib.suppress(OSError):  # a child that is gone is noticed at once
-            socket.send_fds(self._socket, [task], [fd])
+        self._send_task(fd, _TASK.pack(size_bytes, threads, _METHODS.index(method)))
         while True:
             if cancel is not None and cancel.is_set():
                 self.close()
@@ -122,6 +137,15 @@ class Reserver:
             total_bytes=size_bytes, elapsed_s=elapsed_s, threads=num_threads,
             method=_METHODS[used] or PopulateMethod.POPULATE_WRITE,
         )  # fmt: skip
+
+    def _send_task(self, fd: int, task: bytes) -> None:
+        self._socket.settimeout(PROGRESS_INTERVAL_S)
+        own_file = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            with contextlib.suppress(OSError):  # a child that is gone is noticed at once
+                socket.send_fds(self._socket, [task], [own_file])
+        finally:
+            os.close(own_file)
 
     def close(self) -> None:
         """End the child, whatever it is doing, and reap it. Idempotent."""
