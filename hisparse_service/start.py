@@ -68,7 +68,11 @@ class Begun:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._blocked)
 
     def __enter__(self) -> Begun:
-        self.opener.start()
+        try:
+            self.opener.start()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(
@@ -77,6 +81,10 @@ class Begun:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give everything back. Idempotent."""
         gc.enable()
         self.opener.close()
         self.lock.release()

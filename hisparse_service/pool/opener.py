@@ -16,7 +16,7 @@ import contextlib
 import threading
 from typing import Final
 
-from hisparse_service.contract.errors import UsageError
+from hisparse_service.contract.errors import ConfigError, UsageError
 from hisparse_service.pool.opening import Opened, open_pool
 from hisparse_service.pool.populate import (
     PROGRESS_INTERVAL_S,
@@ -47,9 +47,20 @@ class PoolOpener:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin. Returns at once."""
-        self._thread = threading.Thread(target=self._open, name="pool-reserver", daemon=True)
-        self._thread.start()
+        """Begin. Returns at once.
+
+        Raises:
+            ConfigError: No thread can be had. The opener was not started.
+        """
+        thread = threading.Thread(target=self._open, name="pool-reserver", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise ConfigError(
+                "no thread can be started to open the pool",
+                remedy="Raise RLIMIT_NPROC, RLIMIT_AS or the pids limit of the cgroup",
+            ) from error
+        self._thread = thread
 
     def take(
         self, stopping: threading.Event, *, progress: ProgressCallback | None = None

@@ -10,7 +10,13 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tests.helpers import DEADLINE_S, DaemonProcess, short_directory, wait_until
+from tests.helpers import (
+    DEADLINE_S,
+    DaemonProcess,
+    short_directory,
+    unique_instance,
+    wait_until,
+)
 from tests.integration.test_pool_reserver import run
 
 LARGE = "1GiB"
@@ -139,3 +145,33 @@ say(error=str(error), gone=is_gone(child))
         around=IGNORING_SIGCHLD,
     )
     assert found == {"error": "None", "gone": True}
+
+
+def test_a_start_without_a_thread_to_be_had_says_so_and_gives_all_back() -> None:
+    with short_directory() as directory:
+        found = run(
+            """
+import resource
+from hisparse_service import start
+from hisparse_service.config import load_settings
+reserver.close()
+settings = load_settings(flags={
+    "runtime_dir": sys.argv[1], "instance": sys.argv[2], "pool.bytes": str(SIZE)
+}).settings
+begun = start.begin(settings)
+child = begun.opener._reserver._pid
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+before = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MIB, before[1]))
+error = failure(begun.__enter__)
+resource.setrlimit(resource.RLIMIT_AS, before)
+say(code=error.code, hint="RLIMIT_NPROC" in str(error), gone=is_gone(child),
+    is_held=begun.lock.is_held,
+    blocked=len(set(start.STOP_SIGNALS) & signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+""",
+            str(directory / "run"),
+            unique_instance("nothread"),
+        )
+    assert found == {
+        "code": "ConfigError", "hint": True, "gone": True, "is_held": False, "blocked": 0,
+    }  # fmt: skip
