@@ -145,7 +145,10 @@ class DeviceBackings:
                 raise error
             found = None
         if found is not None and found.state is _S.LOST:
-            self._forget(found, _E.TOLD)
+            if found.holder.session_id == session_id:
+                self._forget(found, _E.TOLD)
+            else:
+                self._unfind(found)  # its holder is still to be told, by heartbeats
             found = None
         if found is None:
             if not may_create:
@@ -252,7 +255,7 @@ class DeviceBackings:
         """Free what waited long enough, forget failures, end children that nobody needs."""
         self._now_s = now_s
         for each in list(self._by_id.values()):
-            if each.state is _S.FAILED and now_s - each.made_s > _FAILED_KEPT_S:
+            if each.state is _S.FAILED and now_s - each.failed_s > _FAILED_KEPT_S:
                 self._forget(each, _E.TOLD)
             elif each.state in (_S.READY, _S.ALLOCATING) and each.idle_since_s is not None:
                 waited_s = now_s - each.idle_since_s
@@ -507,6 +510,7 @@ class DeviceBackings:
             self._on_allocated(backing, answer)
         elif answer.event == "refused":
             backing.error = from_wire(answer.code, answer.message, answer.remedy, answer.details)
+            backing.failed_s = self._now_s
             backing.move(_E.REFUSED)
         else:
             self._forget(backing, _E.FREED)
@@ -551,7 +555,7 @@ class DeviceBackings:
         )  # fmt: skip
         for each in lost:
             each.asked_s = None
-            each.error = error
+            each.error, each.failed_s = error, self._now_s
             self._lost_total += each.state is _S.READY
             each.move(_E.CHILD_DIED)
             session_id = each.holder.session_id

@@ -147,6 +147,8 @@ class DeviceBacking:
     """It was held before: rows may lie on it."""
     handle: bytes = b""
     error: HiSparseError | None = None
+    failed_s: float = 0.0
+    """When `error` came."""
 
     def move(self, event: BackingEvent) -> None:
         """Follow the table.
