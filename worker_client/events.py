@@ -29,6 +29,7 @@ import torch
 from hisparse_service.contract import limits
 from hisparse_service.contract.device_uuid import normal_device_uuid
 from hisparse_service.contract.errors import (
+    ClosedError,
     DeviceError,
     HiSparseError,
     InternalError,
@@ -232,16 +233,21 @@ class WriterEvents:
 
         Raises:
             UsageError: A step before the last one, or inside a captured region.
+            ClosedError: After `close`.
         """
         check_not_capturing("a writer's event")
         if step < self.last_step:
             raise UsageError(f"step {step} after step {self.last_step}: peers would miss the later")
-        self._events[step % len(self._events)].record()
+        self._event_of(step).record()
         self.last_step = step
 
     def is_complete(self, step: int) -> bool:
-        """Whether the copies of a recorded step are done. Never true too early."""
-        return bool(self._events[step % len(self._events)].query())
+        """Whether the copies of a recorded step are done. Never true too early.
+
+        Raises:
+            ClosedError: After `close`.
+        """
+        return bool(self._event_of(step).query())
 
     def close(self) -> None:
         """Withdraw the offer. Idempotent; the events live as long as the process."""
@@ -252,6 +258,11 @@ class WriterEvents:
                 self._send("", b"")
         _retired.extend(self._events)
         self._events = []
+
+    def _event_of(self, step: int) -> SharedEvent:
+        if not self._events:
+            raise ClosedError("the writer's events were closed")
+        return self._events[step % len(self._events)]
 
     def _send(self, device_uuid: str, handles: bytes) -> None:
         namespace = self._namespace
