@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import DaemonProcess, RawClient, Resources, short_directory, wait_until
+from helpers import (
+    DaemonProcess,
+    RawClient,
+    Resources,
+    remove_leftovers,
+    short_directory,
+    wait_until,
+)
 from hypothesis import HealthCheck, settings
 
 # A test that is slow because its machine is busy has found nothing: no timed assertions.
@@ -17,6 +24,11 @@ settings.load_profile("untimed")
 
 _CHECKED = ("integration", "faults")
 _SETTLE_S = 10.0
+
+
+def pytest_sessionstart() -> None:
+    """Runs that were killed could not remove their pools."""
+    remove_leftovers()
 
 
 @pytest.fixture(autouse=True)

@@ -31,6 +31,7 @@ from hisparse_service.contract.geometry import (
     encode_geometry,
 )
 from hisparse_service.contract.keys import key_space
+from hisparse_service.pool.purge import PurgeMode, Verdict, purge_one
 
 DEADLINE_S = 30.0
 SHM = Path("/dev/shm")
@@ -62,6 +63,22 @@ def wait_until(condition: Callable[[], T], deadline_s: float = DEADLINE_S, *, wh
 def unique_instance(label: str = "t") -> str:
     """An instance name that carries this process's pid: the resource check knows it as ours."""
     return f"{label}-{os.getpid()}-{next(_numbers)}"
+
+
+def remove_leftovers(shm: Path = SHM, labels: str = "t|wct|rsv|sd|kube|nothread") -> list[str]:
+    """Remove pools of test runs that were killed, which no later daemon adopts; their names.
+
+    A daemon that is killed leaves its pool on purpose, and who would have removed it was killed
+    too. Only names with the pid of a run that is over, and only what no process owns or maps.
+    """
+    ours = re.compile(rf"hisparse-(?:{labels})-(\d+)-[0-9a-f]+-.*")
+    found = [(name, match[1]) for name in os.listdir(shm) if (match := ours.fullmatch(name))]
+    return [
+        name
+        for name, pid in sorted(found)
+        if not Path(f"/proc/{pid}").exists()
+        and purge_one(f"/{name}", PurgeMode.REMOVE).verdict is Verdict.REMOVED
+    ]
 
 
 @contextlib.contextmanager
