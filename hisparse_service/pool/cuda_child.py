@@ -25,6 +25,7 @@ import msgspec
 from hisparse_service.contract.errors import ConfigError, DeviceError, ForeignSegment, HiSparseError
 from hisparse_service.contract.limits import MAX_REGISTRATION_BYTES
 from hisparse_service.pool import os_calls
+from hisparse_service.pool.cuda_calls import call, load_driver
 from hisparse_service.pool.populate import touch_page_tables
 from hisparse_service.pool.segment_file import SegmentFile, open_existing
 
@@ -69,14 +70,7 @@ class BindingsDriver:
     """`Driver` over cuda.bindings."""
 
     def __init__(self) -> None:
-        try:
-            from cuda.bindings import driver
-        except ImportError as error:
-            raise ConfigError(
-                f"cuda.bindings cannot be imported: {error}",
-                remedy="Install hisparse-service[cuda], or set cuda.register to off",
-            ) from error
-        self._cuda: Any = driver
+        self._cuda: Any = load_driver(otherwise="cuda.register to off")
         self._memory = GpuMemory()
         self._used_before = 0
 
@@ -110,15 +104,7 @@ class BindingsDriver:
         return max(0, self._memory.used_bytes() - self._used_before)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        code, *values = getattr(self._cuda, name)(*arguments)
-        if int(code) != 0:
-            raise DeviceError(
-                f"{name} failed with {code.name} ({int(code)})",
-                remedy="See the CUDA driver's list of errors for this number",
-                cuda_error=int(code),
-                call=name,
-            )
-        return values[0] if values else None
+        return call(self._cuda, name, *arguments)
 
 
 class GpuMemory:

@@ -35,6 +35,7 @@ from hisparse_service.contract.errors import (
 )
 from hisparse_service.contract.limits import MEMORY_HANDLE_BYTES
 from hisparse_service.pool import os_calls
+from hisparse_service.pool.cuda_calls import call, check, load_driver
 from hisparse_service.pool.cuda_child import GpuMemory
 from hisparse_service.pool.device_protocol import Answer, Order
 
@@ -67,14 +68,7 @@ class BindingsDeviceDriver:
     """`DeviceDriver` over cuda.bindings."""
 
     def __init__(self) -> None:
-        try:
-            from cuda.bindings import driver
-        except ImportError as error:
-            raise ConfigError(
-                f"cuda.bindings cannot be imported: {error}",
-                remedy="Install hisparse-service[cuda], or set cuda.device_backing_bytes to 0",
-            ) from error
-        self._cuda: Any = driver
+        self._cuda: Any = load_driver(otherwise="cuda.device_backing_bytes to 0")
 
     def open(self, device_uuid: str) -> Answer:
         """Retain the primary context of the device with this UUID, whatever its index."""
@@ -123,7 +117,7 @@ class BindingsDeviceDriver:
                 remedy="Ask for less, or end what else uses this GPU",
                 needed=size_bytes, free=int(free), cuda_error=_OUT_OF_MEMORY,
             )  # fmt: skip
-        self._check("cuMemAlloc", code)
+        check("cuMemAlloc", code)
         try:
             self._call("cuMemsetD8", address, 0, size_bytes)
             self._call("cuCtxSynchronize")
@@ -139,19 +133,7 @@ class BindingsDeviceDriver:
         self._call("cuMemFree", address)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        code, *values = getattr(self._cuda, name)(*arguments)
-        self._check(name, code)
-        return values[0] if values else None
-
-    @staticmethod
-    def _check(name: str, code: Any) -> None:
-        if int(code) != 0:
-            raise DeviceError(
-                f"{name} failed with {code.name} ({int(code)})",
-                remedy="See the CUDA driver's list of errors for this number",
-                cuda_error=int(code),
-                call=name,
-            )
+        return call(self._cuda, name, *arguments)
 
 
 class DeviceOwner:
