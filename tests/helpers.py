@@ -239,6 +239,21 @@ class DaemonProcess:
             self._ready_fd = -1
 
 
+@contextlib.contextmanager
+def daemons_in_one_directory() -> Iterator[Callable[..., DaemonProcess]]:
+    """Starts daemons in one runtime directory, not waiting for them; ends them all."""
+    with short_directory() as directory:
+        made: list[DaemonProcess] = []
+
+        def start(**settings: str) -> DaemonProcess:
+            made.append(DaemonProcess(directory, **settings))
+            return made[-1].start()
+
+        yield start
+        for each in made:
+            each.close()
+
+
 class RawClient:
     """One DEALER that speaks the protocol by hand: what a test wants to send, it can send."""
 

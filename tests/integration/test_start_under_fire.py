@@ -13,6 +13,7 @@ import pytest
 from tests.helpers import (
     DEADLINE_S,
     DaemonProcess,
+    daemons_in_one_directory,
     short_directory,
     unique_instance,
     wait_until,
@@ -38,16 +39,8 @@ IGNORING_SIGCHLD = (
 
 @pytest.fixture
 def make() -> Iterator:
-    with short_directory() as directory:
-        made: list[DaemonProcess] = []
-
-        def one(**settings: str) -> DaemonProcess:
-            made.append(DaemonProcess(directory, **settings))
-            return made[-1].start()
-
-        yield one
-        for each in made:
-            each.close()
+    with daemons_in_one_directory() as start:
+        yield start
 
 
 def reserving_child(daemon: DaemonProcess) -> psutil.Process:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.helpers import DEADLINE_S, DaemonProcess, short_directory, wait_until
+from tests.helpers import DEADLINE_S, daemons_in_one_directory, wait_until
 
 LARGE = "2GiB"
 """Takes longer to reserve than the rest of the daemon takes to load."""
@@ -16,16 +16,8 @@ NO_TOKEN = {"http__token_file": "/nonexistent/token"}
 
 @pytest.fixture
 def make() -> Iterator:
-    with short_directory() as directory:
-        made: list[DaemonProcess] = []
-
-        def one(**settings: str) -> DaemonProcess:
-            made.append(DaemonProcess(directory, **settings))
-            return made[-1].start()
-
-        yield one
-        for each in made:
-            each.close()
+    with daemons_in_one_directory() as start:
+        yield start
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

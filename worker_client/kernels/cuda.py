@@ -64,6 +64,9 @@ Whoever comes later copies its rows in the order of the plan."""
 
 SORTED_ROW_BYTES: Final = 16
 
+OWN_ENTRIES: Final = 768
+"""Entries that a warp holds before it places them (kOwn of copy.cu)."""
+
 _NEVER: Final = 2**31 - 1
 _RESERVED_SHARED_BYTES: Final = 1_024
 _MIN_TABLE_FACTOR: Final = 1.25
@@ -286,7 +289,7 @@ def copy_spec(launch: CopyLaunch, *, sorts: bool, power_of_two: bool = True) -> 
 
 def list_bytes(threads: int, *, sorts: bool) -> int:
     """Dynamic shared memory of a block that copies rows (struct Lists of copy.cu)."""
-    return 5 * 1024 + (4 * ADDRESS_BINS + threads // 32 * 4 * 768 if sorts else 0)
+    return 5 * 1024 + (4 * ADDRESS_BINS + threads // 32 * 4 * OWN_ENTRIES if sorts else 0)
 
 
 _STATE_THREADS: Final = 512
@@ -352,7 +355,6 @@ def plan_tables(
     # Every warp has whole steps of 128 slots and 64 or 128 lanes: see share_of_warp.
     always = -(-hot_rows // 4_096) * 4_096 + _padded(4 * cached_hot_blocks)
     lanes = _padded(4 * _padded_lanes(max_lanes)) + 2 * _padded(2 * max_lanes)
-    slot_bytes = key_bytes + 4
     slot_bytes = key_bytes + 4
     pages = _padded(4 * num_pages)
     for cached, least in ((num_pages, 2.0), (0, _MIN_TABLE_FACTOR)):
