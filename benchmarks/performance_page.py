@@ -259,25 +259,26 @@ def table_traces(results: Results) -> list[str]:
 def table_model(results: Results) -> list[str]:
     """A step of the model: the data plane alone, then beside the computation."""
     rows = []
-    for _, figure in results.matching(r"model\.step\.\d+"):
+    for match, figure in results.matching(r"model\.step\.(\d+)"):
         facts = figure["parameters"]
         rows.append(
-            ("-", "the data plane alone", "-", number(figure["value"]),
+            (match[1], "-", "the data plane alone", "-", number(figure["value"]),
              number(figure["value"]), f"{100 * facts['share_beside_30_ms']:.0f} % (beside 30 ms)",
              results.run_of(figure))
         )  # fmt: skip
     said = {
         "serial": "without overlap", "split": "followers' rows on a side stream",
+        "split_few": "followers' rows on a side stream, few multiprocessors",
         "ahead": "a group ahead on a side stream (a bound)",
     }  # fmt: skip
-    for match, figure in results.matching(r"model\.beside\.\d+\.(\w+)\.(\w+)"):
+    for match, figure in results.matching(r"model\.beside\.(\d+)\.(\w+)\.(\w+)"):
         facts = figure["parameters"]
         rows.append(
-            (match[1], said.get(match[2], match[2]), number(figure["reference_value"]),
+            (match[1], match[2], said.get(match[3], match[3]), number(figure["reference_value"]),
              number(figure["value"]), number(facts["added_ms"]),
              f"{100 * facts['share_of_step']:.0f} %", results.run_of(figure))
         )  # fmt: skip
-    head = ("computation", "order", "computation alone, ms", "step, ms", "added, ms",
+    head = ("requests", "computation", "order", "computation alone, ms", "step, ms", "added, ms",
             "share of the step", "run")  # fmt: skip
     return table(head, rows) if rows else ["Not measured yet."]
 
@@ -333,6 +334,8 @@ TRANSLATION: Final = {
     "span": "source within GiB, 24 blocks, no hints",
     "spread": "destination spread over MB",
     "policy": "cache policy, destination spread over 172 / 688 MB",
+    "destinations": "destinations, spread over 172 / 688 MB",
+    "set_aside": "MiB of cache set aside, destination spread over 172 / 688 MB",
     "pages": "pages of the host memory, as in span 16",
     "copy": "way of copying, no hints",
 }

@@ -7,7 +7,8 @@ hides the copies. Fork and join are events, so a captured graph has them as edge
 
 Layers of one launch arrive together. `GatherSplit` says how many launches there are: one for the
 whole group reads a row's layers side by side (group_interleaved), but lets the leader wait for
-rows that only its followers read.
+rows that only its followers read. The leader's launch is waited for at once, so it takes all the
+multiprocessors it can use; what the others take is the caller's choice (`Overlap`).
 
 The compute stream may do anything between fork and join but what the copies touch: it must not
 resolve with the same plan (`GroupPrefetch.start` waits for that itself), nor read or overwrite hot
@@ -26,6 +27,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from hisparse_service.contract.errors import UsageError
+from worker_client.kernels.interface import Overlap
 
 __all__ = ["CopyLane", "GatherSplit", "GroupPrefetch", "InlineLane", "SideStream", "lane_for"]
 
@@ -145,10 +147,19 @@ class GroupPrefetch:
         lane: Shared by all groups of a device: their copies then go in the order of the layers.
         split: Launches of the group.
         num_layers: Layers of the group.
+        overlap: Of launches without the leader's rows.
     """
 
-    def __init__(self, lane: CopyLane, *, split: GatherSplit, num_layers: int) -> None:
+    def __init__(
+        self,
+        lane: CopyLane,
+        *,
+        split: GatherSplit,
+        num_layers: int,
+        overlap: Overlap = Overlap.NONE,
+    ) -> None:
         self.lane = lane
+        self.overlap = overlap
         self.parts = split.parts(num_layers)
         self._part_of = [
             part for part, (start, stop) in enumerate(self.parts) for _ in range(start, stop)
@@ -163,7 +174,7 @@ class GroupPrefetch:
         """Launches that the compute stream has not joined."""
         return len(self._pending)
 
-    def start(self, gather: Callable[[int, int], None]) -> None:
+    def start(self, gather: Callable[[int, int, Overlap], None]) -> None:
         """Fork the copies off, behind what the current stream has.
 
         Args:
@@ -179,7 +190,7 @@ class GroupPrefetch:
             )
         with self.lane.fork(self._fork):
             for part, (start, stop) in enumerate(self.parts):
-                gather(start, stop)
+                gather(start, stop, self.overlap if start else Overlap.NONE)
                 self.lane.place(self._marks[part])
                 self._pending.add(part)
 

@@ -220,8 +220,8 @@ class HiSparseIndexGroup:
             self.backend.gather(pages=self.pages(), plan=plan)
             return
         self.prefetch.start(
-            lambda start, stop: self.backend.gather(
-                pages=self.layer_pages(start, stop), plan=plan, overlap=Overlap.COMPUTE
+            lambda start, stop, overlap: self.backend.gather(
+                pages=self.layer_pages(start, stop), plan=plan, overlap=overlap
             )
         )
 
@@ -860,6 +860,7 @@ def enable_prefetch(
     *,
     split: GatherSplit = GatherSplit.GROUP,
     lane: CopyLane | None = None,
+    overlap: Overlap = Overlap.NONE,
 ) -> CopyLane:
     """Let the copies of these layers' index groups run beside the computation.
 
@@ -869,6 +870,9 @@ def enable_prefetch(
         handles: Layers of whole index groups, on one device.
         split: Launches of a group.
         lane: Where copies run; by default a side stream on CUDA, else in place.
+        overlap: Of copies that only followers read. By default they take what a copy that is waited
+            for takes: with 64 requests the few multiprocessors of `Overlap.COMPUTE` made a step
+            12 to 15 % longer, with 16 it was 1 % longer or 4 % shorter (docs/performance.md).
 
     Returns:
         The lane, shared by all groups.
@@ -881,7 +885,9 @@ def enable_prefetch(
     shared = lane or lane_for(handles[0].runtime.device)
     for group in {id(h.runtime.index_group): h.runtime.index_group for h in handles}.values():
         group.wait_rows()
-        group.prefetch = GroupPrefetch(shared, split=split, num_layers=group.num_layers)
+        group.prefetch = GroupPrefetch(
+            shared, split=split, num_layers=group.num_layers, overlap=overlap
+        )
     return shared
 
 

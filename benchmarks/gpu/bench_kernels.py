@@ -37,12 +37,14 @@ from benchmarks.gpu.measure import (
     time_gather,
     uniform_plan,
 )
+from benchmarks.gpu.products import SHAPES, Product
 from benchmarks.gpu.workloads import (
     BLOCK_SIZE,
     DEVICE,
     GIB,
     Pool,
     device_pages,
+    l2_aside,
     median,
     time_us,
 )
@@ -135,8 +137,11 @@ def bench_single(report: Report, backend: CudaBackend, pool: Pool) -> None:
             if not report.wants(f"gather.single.{label}" + ("" if permute else ".fixed_order")):
                 continue
             work = single_work(backend, pool, requests, permute=permute)
-            # As many plans as calls: translations are as the steps of a trace leave them.
-            rate, us, misses = time_gather(backend, work.pages, work.planned(24), repeats=21)
+            # As many plans as calls, and timed from the middle: page tables are in the cache as the
+            # steps of a trace leave them.
+            rate, us, misses = time_gather(
+                backend, work.pages, work.planned(36), repeats=21, warm=15
+            )
             report.add(
                 f"gather.single.{label}" + ("" if permute else ".fixed_order"), rate, "GB/s",
                 reference=peer if permute else None, required=required if permute else None,
@@ -225,13 +230,14 @@ def bench_staging(report: Report, backend: CudaBackend, pool: Pool) -> None:
         name = f"staging.{count}" + ("" if kind == "uniform" else f".{kind}")
         if not report.wants(name):
             continue
-        slots = [staging_slots(pages, kind, count, seed) for seed in range(18)]
+        slots = [staging_slots(pages, kind, count, seed) for seed in range(36)]
         out = torch.empty((1, count, ROW), dtype=torch.uint8, device=DEVICE)
         times = time_us(
             lambda i, slots=slots, out=out: backend.stage(
                 pages=pages, host_slots=slots[i], out=out
             ),
             repeats=15,
+            warm=21,
         )
         report.add(
             name, count * ROW / median(times) / 1e3, "GB/s", reference=peer, required=required,
@@ -240,6 +246,32 @@ def bench_staging(report: Report, backend: CudaBackend, pool: Pool) -> None:
 
 
 # --- sweeps --------------------------------------------------------------------------------------
+
+
+SET_ASIDE_MIB = (32, 37)
+"""Rounded up by the driver. More than the second an H200 does not allow."""
+
+
+def bench_set_aside(report: Report, backend: CudaBackend, pool: Pool) -> None:
+    """Gathers, and products by themselves, with cache set aside: ``set_aside.<MiB>.<figure>``."""
+    products = {shape.name: Product(shape) for shape in SHAPES}
+    for wanted in SET_ASIDE_MIB:
+        alone = {name: product.time_us() for name, product in products.items()}
+        with l2_aside(wanted * 2**20) as given:
+            report.prefix = f"set_aside.{wanted}."
+            try:
+                bench_single(report, backend, pool)
+                bench_cold(report, backend, pool)
+                bench_spec4(report, backend, pool)
+                bench_staging(report, backend, pool)
+                for name, product in products.items():
+                    percent = 100 * (product.time_us() / alone[name] - 1)
+                    report.add(
+                        f"product.{name}", percent, "%", alone_us=round(alone[name], 1),
+                        given_mib=given / 2**20,
+                    )  # fmt: skip
+            finally:
+                report.prefix = ""
 
 
 def sweep_gather(
@@ -372,6 +404,7 @@ STEMS: dict[str, tuple[str, ...]] = {
     "spec4": ("spec4.",),
     "mirror": ("mirror.", "restore."),
     "staging": ("staging.",),
+    "set_aside": ("set_aside.",),
     "resident": ("overhead.resident.",),
     "layer_major": ("gather.group4_layer_major.",),
     "beside": ("beside_product.",),
@@ -397,10 +430,11 @@ def all_parts(
         "spec4": lambda: bench_spec4(report, backend, small),
         "mirror": lambda: bench_mirror(report, backend, small),
         "staging": lambda: bench_staging(report, backend, small),
+        "set_aside": lambda: bench_set_aside(report, backend, small),
         "resident": lambda: bench_resident(report, backend, pool),
         "layer_major": lambda: bench_group4(report, backend, pool, interleaved=False),
         "beside": lambda: bench_beside_product(report, backend, small),
-        "model": lambda: bench_model(report, backend, pool),
+        "model": lambda: [bench_model(report, backend, pool, requests=n) for n in (64, 16)],
         "traces": lambda: bench_traces(report, backend, pool, small),
         "sweep_resolve": lambda: sweep_resolve(report, resolve_pages(16_500), tuning),
         "sweep_profile": lambda: profile_resolve(resolve_pages(16_500), tuning),

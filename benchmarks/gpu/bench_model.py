@@ -39,10 +39,15 @@ class Order(enum.Enum):
     """Resolve, gather of the whole group, then the group's layers."""
     SPLIT = "split"
     """Resolve, gather of the leader's rows; the followers' rows on a side stream, while the leader
-    computes."""
+    computes, with the launch for a gather that is waited for."""
+    SPLIT_FEW = "split_few"
+    """The same, with the launch that leaves the multiprocessors to the computation."""
     AHEAD = "ahead"
     """The next group's resolve and gather on a side stream, while this group computes. Not possible
     for a model whose top-k depends on the layer before: the bound of any prefetch."""
+
+
+SPLITS = {Order.SPLIT: Overlap.NONE, Order.SPLIT_FEW: Overlap.COMPUTE}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,17 +121,17 @@ def run_step(groups: list[Group], order: Order, compute: Callable[[], None]) -> 
                     groups[index + 1].gather(overlap=Overlap.COMPUTE)
         elif is_moving:
             group.resolve()
-            if order is Order.SPLIT:
+            if order in SPLITS:
                 group.gather(group.leader)
                 side.wait_stream(main)
                 with torch.cuda.stream(side):
-                    group.gather(group.followers, Overlap.COMPUTE)
+                    group.gather(group.followers, SPLITS[order])
             else:
                 group.gather()
         if order is Order.STEP:
             continue
         compute()
-        if order is Order.SPLIT:
+        if order in SPLITS:
             main.wait_stream(side)
         for _ in range(follow):
             compute()
@@ -145,15 +150,20 @@ def capture(groups: list[Group], order: Order, compute: Callable[[], None]) -> t
 def time_graphs(
     groups: list[Group], graphs: dict[Order, torch.cuda.CUDAGraph], *, repeats: int
 ) -> dict[Order, list[float]]:
-    """Microseconds of each graph, in turns, each with a new step's inputs."""
+    """Microseconds of each graph, in turns, each with a new step's inputs.
 
-    def before(_: int) -> None:
-        for group in groups:
-            group.draw()
-
+    The computation alone resolves nothing, so no step is drawn for it: the next order would miss
+    the rows of two.
+    """
     times: dict[Order, list[float]] = {order: [] for order in graphs}
     for index in range(repeats + 1):
         for order, graph in graphs.items():
+
+            def before(_: int, order: Order = order) -> None:
+                if order is not Order.COMPUTE:
+                    for group in groups:
+                        group.draw()
+
             took = time_us(
                 lambda _, graph=graph: graph.replay(), before=before, repeats=1, warm=0,
                 spin_cycles=SPIN_CYCLES,
@@ -186,7 +196,7 @@ def bench_model(report: Report, backend: CudaBackend, pool: Pool, *, requests: i
         if not report.wants(f"model.beside.{requests}.{name}"):
             continue
         product, count = layer_product(name)
-        orders = (Order.COMPUTE, Order.SERIAL, Order.SPLIT, Order.AHEAD)
+        orders = (Order.COMPUTE, Order.SERIAL, *SPLITS, Order.AHEAD)
         graphs = {
             order: capture(groups, order, lambda: product.run(count))  # noqa: B023
             for order in orders

@@ -70,6 +70,8 @@ class Report:
         self.figures: list[dict[str, Any]] = list(kept or [])
         self.selected: tuple[str, ...] = ()
         """Beginnings of the names that are wanted; empty: all."""
+        self.prefix = ""
+        """Before the names of figures that are measured under other conditions than usual."""
         self._path = path
         self._common = {
             "device": torch.cuda.get_device_name(0),
@@ -80,6 +82,7 @@ class Report:
 
     def wants(self, name: str) -> bool:
         """Whether a figure of this name, or one whose name begins with it, was asked for."""
+        name = self.prefix + name
         return not self.selected or any(
             name.startswith(wanted) or wanted.startswith(name) for wanted in self.selected
         )
@@ -97,8 +100,7 @@ class Report:
         """Add one figure. ``reference`` is the best public peer's or the link's."""
         if required is not None:
             parameters["required"] = required
-        if MODE.flush:
-            name += ".flushed"
+        name = self.prefix + name + (".flushed" if MODE.flush else "")
         figure = {
             "name": name,
             "parameters": parameters,
@@ -215,9 +217,14 @@ def copy_plan(source: ResolvePlan, into: ResolvePlan) -> None:
 
 
 def time_gather(
-    backend: CudaBackend, pages: GroupPages, plans: list[ResolvePlan], *, repeats: int = 15
+    backend: CudaBackend,
+    pages: GroupPages,
+    plans: list[ResolvePlan],
+    *,
+    repeats: int = 15,
+    warm: int = 3,
 ) -> tuple[float, float, float]:
-    """Median GB/s, median microseconds and mean misses over fresh plans."""
+    """Median GB/s, median microseconds and mean misses over fresh plans, behind ``warm`` others."""
     static = clone_plan(plans[0])
     moved = [int(plan.miss_counts.sum()) for plan in plans]
 
@@ -227,10 +234,13 @@ def time_gather(
         copy_plan(plans[index % len(plans)], static)
 
     times = time_us(
-        lambda _: backend.gather(pages=pages, plan=static), before=before, repeats=repeats
+        lambda _: backend.gather(pages=pages, plan=static),
+        before=before,
+        repeats=repeats,
+        warm=warm,
     )
     wide = pages.num_layers * pages.row_bytes
-    rates = [moved[(i + 3) % len(plans)] * wide / t / 1e3 for i, t in enumerate(times)]
+    rates = [moved[(i + warm) % len(plans)] * wide / t / 1e3 for i, t in enumerate(times)]
     return median(rates), median(times), sum(moved) / len(moved)
 
 

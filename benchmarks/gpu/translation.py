@@ -4,9 +4,9 @@
 
 The kernel does nothing but copy rows of 656 bytes that two lists name. One thing is varied at a
 time: the order of the rows, the number of thread blocks, the cache hints, the bytes over which the
-sources and the destinations lie, the size of the pages. Every launch has a list of its own, and the
-lists of a case begin with a flushed second-level cache, of which the first two thirds of the
-launches are not timed; `flushed` cases flush before each launch.
+sources and the destinations lie and the order of those, the size of the pages, the cache that is
+set aside. Every launch has a list of its own. A case begins with a flushed second-level cache, and
+the first two thirds of its launches are not timed; `flushed` cases flush before each launch.
 
 `worker_client/kernels/copy.cu` is built on what this found.
 """
@@ -128,6 +128,9 @@ class Case:
         stores: Cache hint of the writes to the device, of `STORES`.
         span_gib: Host memory from which the rows are drawn; None: the whole pool.
         destination_mb: Device memory over which they are spread (10^6 bytes); None: no gaps.
+        destinations: "random", "in_order" (of the sources), or "again" (those of the first launch).
+        set_aside_mib: Second-level cache set aside for persisting accesses, which nobody makes. The
+            driver rounds it up.
         pages: "4 KiB" (shared memory) or "2 MiB" (anonymous memory of huge pages).
         flushed: Whether the second-level cache is written through before each launch.
     """
@@ -143,6 +146,8 @@ class Case:
     stores: str = "evict_first"
     span_gib: int | None = None
     destination_mb: int | None = None
+    destinations: str = "random"
+    set_aside_mib: int = 0
     pages: str = "4 KiB"
     flushed: bool = False
 
@@ -184,6 +189,11 @@ def cases() -> Iterator[Case]:
         yield replace(base, label="loads_volatile", loads="volatile")
         yield replace(base, label="stores_unchanged", stores="evict_unchanged")
         yield replace(base, label="stores_through", stores="write_through")
+        for destinations in ("in_order", "again"):
+            yield replace(base, group="destinations", label=destinations, destinations=destinations)
+        for mib in (8, 16, 24, 32, 37):
+            yield replace(base, group="set_aside", label=str(mib), set_aside_mib=mib)
+        yield replace(base, group="set_aside", label="37_flushed", set_aside_mib=37, flushed=True)
 
 
 def source_of(loads: str, stores: str) -> str:
@@ -296,12 +306,16 @@ class Bench:
         spread = case.rows
         if case.destination_mb is not None:
             spread = case.destination_mb * 10**6 // ROW_BYTES
-        made = []
+        made: list[tuple[torch.Tensor, torch.Tensor]] = []
         for _ in range(count):
             rows = torch.randint(span // ROW_BYTES, (case.rows,), generator=random, device=DEVICE)
             if case.is_sorted:
                 rows = rows.sort().values
             to = torch.randperm(spread, generator=random, device=DEVICE)[: case.rows].clone()
+            if case.destinations == "in_order":
+                to = to.sort().values
+            elif case.destinations == "again" and made:
+                to = made[0][1]
             made.append((rows, to))
         return made
 
@@ -353,7 +367,7 @@ class Bench:
 
     def run(self, case: Case, report: Report) -> None:
         """Time a case and add its figure."""
-        from benchmarks.gpu.workloads import flush_l2, median, time_us
+        from benchmarks.gpu.workloads import flush_l2, l2_aside, median, time_us
 
         lists, target = self.lists(case, LISTS[case.rows]), self.target(case)
         warm = len(lists) * 2 // 3
@@ -363,10 +377,11 @@ class Bench:
             if case.flushed:
                 flush_l2()
 
-        times = time_us(
-            lambda i: self.launch(case, target, *lists[i]), before=before,
-            repeats=len(lists) - warm, warm=warm,
-        )  # fmt: skip
+        with l2_aside(case.set_aside_mib * 2**20):
+            times = time_us(
+                lambda i: self.launch(case, target, *lists[i]), before=before,
+                repeats=len(lists) - warm, warm=warm,
+            )  # fmt: skip
         self.check(target, *lists[-1])
         facts = {k: v for k, v in asdict(case).items() if k not in ("group", "label")}
         us = median(times)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -238,6 +239,40 @@ def flush_l2() -> None:
     if not _FLUSH:
         _FLUSH.append(torch.empty(192 * 1024**2, dtype=torch.uint8, device=DEVICE))
     _FLUSH[0].fill_(7)
+
+
+@contextlib.contextmanager
+def l2_aside(num_bytes: int) -> Iterator[int]:
+    """Set second-level cache aside for persisting accesses, which nobody here makes.
+
+    Args:
+        num_bytes: More than the device allows is as much as it allows.
+
+    Yields:
+        Bytes that the driver set aside: it rounds up.
+
+    Raises:
+        RuntimeError: The driver refuses.
+    """
+    from cuda.bindings import driver
+
+    limit = driver.CUlimit.CU_LIMIT_PERSISTING_L2_CACHE_SIZE
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_PERSISTING_L2_CACHE_SIZE
+
+    def checked(result: tuple[object, ...]) -> int:
+        if int(result[0]):  # type: ignore[call-overload]
+            raise RuntimeError(f"setting cache aside: {result[0]}")
+        return int(result[1]) if len(result) > 1 else 0  # type: ignore[call-overload]
+
+    torch.cuda.current_stream()
+    before = checked(driver.cuCtxGetLimit(limit))
+    most = checked(driver.cuDeviceGetAttribute(attribute, DEVICE.index))
+    checked(driver.cuCtxSetLimit(limit, min(num_bytes, most)))
+    try:
+        yield checked(driver.cuCtxGetLimit(limit))
+    finally:
+        torch.cuda.synchronize()
+        checked(driver.cuCtxSetLimit(limit, before))
 
 
 def time_us(

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cuda.bindings import driver
 from gpu_cases import make_pages
 
+from benchmarks.gpu.workloads import l2_aside
 from hisparse_service.contract.errors import UsageError
 from worker_client.kernels.cuda import MAX_SORTS, CopyLaunch, CudaBackend, CudaTuning
 from worker_client.kernels.interface import GroupPages, allocate_plan
@@ -108,6 +110,20 @@ def test_gather_copies_planned_rows_and_nothing_else(
     assert_same_pages(pages, expected)
 
 
+@pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "layer-major"])
+@pytest.mark.parametrize("part", [(0, 1), (0, 3), (1, 4), (2, 4)], ids=str)
+@pytest.mark.parametrize("min_rows", [0, 1_000_000], ids=["by-address", "in-order"])
+def test_gather_of_some_layers_leaves_the_others_alone(
+    reference, interleaved: bool, part: tuple[int, int], min_rows: int
+) -> None:
+    made = CudaBackend(DEVICE, tuning=CudaTuning(sort_min_rows=min_rows))
+    pages, expected, _ = pair(4, 656, 64, interleaved, True)
+    plan = random_plan(expected, lists=5, longest=200, seed=19)
+    reference.gather(pages=expected.layers(*part), plan=plan)
+    made.gather(pages=pages.layers(*part), plan=on_gpu(plan))
+    assert_same_pages(pages, expected)
+
+
 @pytest.mark.parametrize("threads", [256, 512])
 @pytest.mark.parametrize("lists", [1, 64, 1_100])
 def test_gather_with_many_requests_and_ranges(reference, threads: int, lists: int) -> None:
@@ -199,6 +215,28 @@ def test_gather_without_memory_to_sort_copies_in_the_order_of_the_plan(
     reference.gather(pages=expected, plan=plan)
     made.gather(pages=pages, plan=on_gpu(plan))
     assert_same_pages(pages, expected)
+
+
+def test_cache_is_set_aside_as_far_as_the_device_allows_and_never_less_than_before(
+    reference,
+) -> None:
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_PERSISTING_L2_CACHE_SIZE
+    most = driver.cuDeviceGetAttribute(attribute, DEVICE.index)[1]
+    if not most:
+        pytest.skip("this device sets no cache aside")
+    with l2_aside(0):
+        found = []
+        for wanted in (8 * 2**20, 2**40, 2**20):
+            made, pages, expected = small_rows(l2_set_aside_bytes=wanted)
+            plan = random_plan(expected, lists=6, longest=4_096, seed=20)
+            reference.gather(pages=expected, plan=plan)
+            made.prepare()
+            made.gather(pages=pages, plan=on_gpu(plan))
+            assert_same_pages(pages, expected)
+            limit = driver.CUlimit.CU_LIMIT_PERSISTING_L2_CACHE_SIZE
+            found.append(driver.cuCtxGetLimit(limit)[1])
+    assert 8 * 2**20 <= found[0] < most
+    assert found[1:] == [most, most]
 
 
 @pytest.mark.parametrize(("layers", "row_bytes", "block_size", "interleaved", "flat"), LAYOUTS)

@@ -1,15 +1,14 @@
 // Copies between host memory and the device in 16-byte lanes: gather, stage, mirror, restore.
 //
-// The link is the limit, and five things keep it busy (benchmarks/gpu/translation.py):
+// The link is the limit, and four things keep it busy (benchmarks/gpu/translation.py):
 //  - Rows in flight: 0.2 to 0.4 MB of them; more only queue.
 //  - Host addresses in order. A row of 656 bytes lies on a page or two of its own, and its translation is
 //    a line of page table. In random order the upper levels of the table miss as well: 16 GiB of rows
 //    then stop at 19 to 24 GB/s. So a long list of short rows is put in order first, and each thread
 //    block walks up through a range of it.
 //  - Room for the page tables in the second-level cache (8 bytes for 4 KiB of host memory). What is
-//    copied passes through once and is marked to leave first: 34 GB/s became 42.
-//  - No pause while the list is put in order: a few thread blocks copy the first entries of each list
-//    meanwhile, as they stand.
+//    copied passes through once and is marked to leave first: 34 GB/s became 42. Few thread blocks: more
+//    of them have more of it in the cache at once.
 //  - Even work. Multiprocessors share their paths in groups, and the hardware puts the first thread
 //    blocks into few groups: some are half as fast as others. A warp whose range is done takes rows from
 //    the range with the most left.
@@ -24,8 +23,6 @@ constexpr i32 kBins = 8192;
 constexpr i32 kScanUnroll = kThreads == 1024 || __CUDA_ARCH__ >= 1000 ? 5 : 9;
 constexpr i32 kMaxRanges = 32;
 constexpr i32 kOwn = 768;
-constexpr u32 kStartedPart = 32;
-constexpr u32 kNoPart = 0xffffffffu;
 static_assert(kThreads == 1024 || kThreads == 512 || kThreads == 256, "block scan");
 
 struct RowArgs {
@@ -49,8 +46,7 @@ struct RowArgs {
     i32 block_shift;
     u32 bin_scale;           // a host block's bin is the high word of the product with it
     i32 sort_min_rows;       // shorter lists are copied in their order
-    u32 many_rows;           // from so many on, `many_blocks` thread blocks do it all
-    u32 many_blocks;
+    u32 sorting_blocks;      // at most so many thread blocks work where rows are sorted
     i32 adjacent;            // 1 where the layers of a row lie side by side in host memory
 };
 
@@ -171,7 +167,6 @@ struct Lists {
     u32 warp_sums[32];
     u32 low;   // first bin of this thread block
     u32 high;  // past its last one
-    u32 started_part;  // one in so many entries, the first ones of each list, is copied at once
     // Only where entries are sorted: a launch that never sorts has less shared memory, which need not
     // be set aside on every multiprocessor before it starts.
     u32 bins[kBins + 1];  // entries in bins before; the next free place of a bin while they are placed
@@ -302,7 +297,7 @@ __device__ __forceinline__ bool load_batch(
     for (; item < items; item += kWarps) {
         const u32 part = item / lists, list = item - part * lists;
         const u32 count = s.starts[list + 1] - s.starts[list];
-        const u32 from = count / s.started_part + part * 32 * U;
+        const u32 from = part * 32 * U;
         if (from >= count) continue;
         batch.entry = list * (u32)a.list_stride + from + thread;
         batch.count = count - from;
@@ -524,28 +519,6 @@ __device__ __forceinline__ void copy_sorted_rows(
     }
 }
 
-// Copies the first entries of each list, by `warps` warps of which this is one.
-template <Direction D>
-__device__ __forceinline__ void copy_first_entries(
-    const RowArgs& a, const Lists& s, u32 my_warp, u32 warps
-) {
-    const i32 thread = threadIdx.x % 32;
-    const u32 rows = min(32, max(1, 32 * kUnroll / (a.num_layers * a.row_lanes)));
-    const u32 parts = (u32)(a.list_stride / s.started_part + rows - 1) / rows;
-#pragma unroll 1
-    for (u64 item = my_warp; item < (u64)parts * a.num_lists; item += warps) {
-        const u32 part = (u32)(item / a.num_lists), list = (u32)item - part * a.num_lists;
-        const u32 count = (s.starts[list + 1] - s.starts[list]) / s.started_part;
-        if (part * rows >= count) continue;
-        const i32 found = min(rows, count - part * rows);
-        i64 host = -1, device = -1;
-        if (thread < found) {
-            entry_offsets(a, (i64)list * a.list_stride + part * rows + thread, host, device);
-        }
-        copy_rows<D>(a, host, device, found, 0, a.num_layers);
-    }
-}
-
 // Puts this block's rows in order and tells the others. Returns what it told them.
 __device__ __forceinline__ u64 sort_rows(
     const RowArgs& a, Lists& s, SortControl* control, u32 blocks
@@ -567,27 +540,16 @@ __device__ __forceinline__ u64 sort_rows(
     return packed;
 }
 
-// Copies the entries of up to kThreads lists by host address. The first `blocks` thread blocks sort;
-// the next ones, if there are enough, start at once; the others have nothing to do.
+// Copies the entries of up to kThreads lists by host address.
 template <Direction D>
-__device__ __forceinline__ void copy_sorted(const RowArgs& a, Lists& s, u32 total) {
+__device__ __forceinline__ void copy_sorted(const RowArgs& a, Lists& s) {
     SortControl* control = (SortControl*)a.control;
-    const u32 starters = gridDim.x < 16 ? 0 : gridDim.x / 4;
-    const u32 most = total < a.many_rows ? gridDim.x : max(a.many_blocks, 1);
-    const u32 blocks = min(gridDim.x - starters, most);
-    if (blockIdx.x >= blocks + starters) return;
-    if (threadIdx.x == 0) s.started_part = starters ? kStartedPart : kNoPart;
-    __syncthreads();
-    u64 packed = 0;
-    if (blockIdx.x < blocks) {
-        packed = sort_rows(a, s, control, blocks);
-    } else {
-        const u32 warp = threadIdx.x / 32 * starters + blockIdx.x - blocks;
-        copy_first_entries<D>(a, s, warp, starters * kWarps);
-    }
+    const u32 blocks = min(gridDim.x, a.sorting_blocks);
+    if (blockIdx.x >= blocks) return;
+    const u64 packed = sort_rows(a, s, control, blocks);
     copy_sorted_rows<D>(a, control, blocks, packed);
     __syncthreads();
-    if (threadIdx.x == 0 && atomicAdd(&control->ended, 1u) == blocks + starters - 1) {
+    if (threadIdx.x == 0 && atomicAdd(&control->ended, 1u) == blocks - 1) {
         for (i32 i = 0; i < kMaxRanges; ++i) {
             control->ranges[i] = 0;
             control->cursors[i] = 0;
@@ -626,7 +588,7 @@ __device__ __forceinline__ void copy_lists(const RowArgs& a) {
         const u32 total = sum_counts(a, s, first, lists);
 #if HS_SORTS
         if (a.control && total >= (u32)a.sort_min_rows) {
-            copy_sorted<D>(a, s, total);
+            copy_sorted<D>(a, s);
             return;
         }
 #endif

@@ -385,14 +385,18 @@ class GroupPages:
 
     @property
     def host_layout(self) -> HostLayout:
-        """GROUP_INTERLEAVED where layer i's rows start right behind layer i - 1's."""
+        """GROUP_INTERLEAVED where layer i's rows start right behind layer i - 1's.
+
+        So are the followers of an interleaved group without their leader: they lie side by side in
+        rows that are wider than they are.
+        """
         first = self.host[0]
-        wide = self.num_layers * self.row_bytes
         adjacent = all(
             layer.data_ptr() == first.data_ptr() + index * self.row_bytes
             for index, layer in enumerate(self.host)
         )
-        if self.num_layers > 1 and adjacent and first.stride(1) == wide:
+        room = first.stride(1) >= self.num_layers * self.row_bytes
+        if self.num_layers > 1 and adjacent and room:
             return HostLayout.GROUP_INTERLEAVED
         return HostLayout.LAYER_MAJOR
 

@@ -518,10 +518,13 @@ def expect_gather(pages: GroupPages, copies) -> list[torch.Tensor]:
     seed=st.integers(0, 2**30),
     counts=st.lists(st.integers(0, 8), min_size=1, max_size=3),
     row_bytes=st.sampled_from([16, 48, 656]),
+    part=st.sampled_from([(0, 3), (0, 2), (1, 3)]),
 )
-def test_gather_copies_exactly_the_planned_rows(layout, spare_bytes, seed, counts, row_bytes):
+def test_gather_copies_exactly_the_planned_rows(layout, spare_bytes, seed, counts, row_bytes, part):
     torch.manual_seed(seed)
-    pages = make_pages(layout, row_bytes=row_bytes, spare_bytes=spare_bytes)
+    whole = make_pages(layout, row_bytes=row_bytes, spare_bytes=spare_bytes)
+    others = {i: whole.device[i].clone() for i in range(3) if not part[0] <= i < part[1]}
+    pages = whole.layers(*part)
     assert pages.host_layout is layout
     places = torch.randperm(8 * 4)[: sum(counts)]
     copies, taken = [], 0
@@ -545,6 +548,7 @@ def test_gather_copies_exactly_the_planned_rows(layout, spare_bytes, seed, count
     for layer in range(pages.num_layers):
         assert torch.equal(pages.device[layer], want[layer])
         assert torch.equal(pages.host[layer], host[layer])
+    assert all(torch.equal(whole.device[i], before) for i, before in others.items())
 
 
 @pytest.mark.parametrize("layers", [1, 2])

@@ -55,19 +55,20 @@ class LateBackend(ReferenceBackend):
     def __init__(self, lane):
         super().__init__()
         self.lane = lane
+        self.overlaps = []
 
     def gather(self, *, pages, plan, overlap):
         assert self.lane.is_forked
-        assert overlap is Overlap.COMPUTE
+        self.overlaps.append(overlap)
         copy = super().gather
         self.lane.work.append(lambda: copy(pages=pages, plan=plan))
 
 
-def late_server(split):
+def late_server(split, **options):
     server = Server().start()
     lane = LateLane()
     server.handles[0].runtime.index_group.backend = LateBackend(lane)
-    assert enable_prefetch(server.handles, split=split, lane=lane) is lane
+    assert enable_prefetch(server.handles, split=split, lane=lane, **options) is lane
     return server, lane
 
 
@@ -145,6 +146,16 @@ def test_all_copies_can_be_waited_for_at_once():
     group.wait_rows()
     assert lane.work == []
     assert group.prefetch.num_pending == 0
+
+
+@pytest.mark.parametrize("overlap", Overlap)
+def test_only_rows_that_are_not_waited_for_at_once_leave_room_for_the_computation(overlap):
+    for split in GatherSplit:
+        server, _ = late_server(split, overlap=overlap)
+        server.swap_in(server.handles[0], [[0, 5, 31, 9]])
+        leader, *others = server.handles[0].runtime.index_group.backend.overlaps
+        assert leader is Overlap.NONE
+        assert set(others) <= {overlap}
 
 
 def test_groups_of_one_layer_have_one_launch():
