@@ -4,7 +4,7 @@ A request that timed out, or that Ctrl-C interrupted, may be carried out all the
 is then released as a whole; but an engine keeps one lease for its life, and blocks that the daemon
 counts to it and the engine does not know of would be lost to everybody.
 
-Only `client.py` uses it, with `Session.lock` held.
+Kept by `lease_book.py`; all with `Session.lock` held.
 """
 
 from __future__ import annotations
