@@ -36,6 +36,7 @@ from hisparse_service.membership.sessions import DeathCause, SessionTable
 from hisparse_service.pool.opener import PoolOpener
 from hisparse_service.pool.pool import Backing, Pool
 from hisparse_service.pool.populate import Cancelled, Progress
+from hisparse_service.server.block_checks import BlockChecks
 from hisparse_service.server.clients import end_session
 from hisparse_service.server.device_backings import DeviceBackings, DeviceOptions
 from hisparse_service.server.dispatch import BrokenInvariantError, Dispatcher
@@ -158,6 +159,7 @@ class Daemon:
             self._begun.deliver_signals()
         else:
             self._opener.start()
+        state.checks = BlockChecks(loop.call_soon)
         state.devices = DeviceBackings(_device_options(settings), call_soon=loop.call_soon)
         self._observers = Observers(settings, state, loop)
         dispatcher = Dispatcher(
@@ -168,6 +170,7 @@ class Daemon:
             pid=os.getpid(), epoch=self._epoch, pool_bytes=settings.pool.bytes,
         )  # fmt: skip
         self._helpers.start("pool-opener", self._open_pool, restart=Restart.NEVER)
+        self._helpers.start("block-checks", state.checks.run, restart=Restart.ALWAYS)
         self._observers.start(self._helpers)
         is_intact = False
         # What is loaded by now lives as long as the process; looking through it again and again
@@ -417,6 +420,7 @@ class Daemon:
             self._manager.stopping()
         has_workers = state.num_workers > 0
         self._helpers.stopping.set()
+        state.checks.close()
         self._observers.wake()
         stuck = self._helpers.stop(_HELPER_STOP_S)
         if stuck:

@@ -17,7 +17,6 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import hashlib
 import mmap
 import os
 import re
@@ -31,6 +30,7 @@ import numpy.typing as npt
 import posix_ipc
 
 from hisparse_service.contract import limits
+from hisparse_service.contract.checksum import block_extents, content_checksum
 from hisparse_service.contract.errors import (
     ClosedError,
     CorruptSegmentError,
@@ -151,14 +151,7 @@ class HostPool:
 
     def is_backed_by(self, backing: BackingReply) -> bool:
         """Whether `backing` is the memory that is mapped here; asked after a daemon's restart."""
-        mine = self._backing_reply
-        return (
-            (backing.device, backing.inode, backing.pool_uuid)
-            == (mine.device, mine.inode, mine.pool_uuid)
-            and (backing.num_blocks, backing.payload_bytes) == (mine.num_blocks, mine.payload_bytes)
-            and backing.payload_offset_bytes == mine.payload_offset_bytes
-            and backing.table_offset_bytes == mine.table_offset_bytes
-        )
+        return is_same_memory(backing, self._backing_reply)
 
     # --- the seed's interface -------------------------------------------------------------------
 
@@ -225,19 +218,11 @@ class HostPool:
         self, blocks: Sequence[int] | npt.NDArray[np.integer[Any]]
     ) -> npt.NDArray[np.uint64]:
         """u64 [len(blocks)]: a checksum of each block's bytes in all layers; never 0."""
-        payload = self._bytes()
-        sizes = self.geometry.tensor_sizes(self.num_blocks)
+        payload = self._bytes().data
         checksums = np.empty(len(blocks), np.uint64)
         for i, block in enumerate(blocks):
-            digest = hashlib.blake2b(digest_size=8)
-            base = 0
-            for size in sizes:
-                page = size // self.num_blocks
-                digest.update(
-                    payload[base + int(block) * page : base + (int(block) + 1) * page].data
-                )
-                base += size
-            checksums[i] = int.from_bytes(digest.digest(), "little") or 1
+            extents = block_extents(self.geometry, self.num_blocks, int(block))
+            checksums[i] = content_checksum(payload[at : at + size] for at, size in extents)
         return checksums
 
     # --- life -----------------------------------------------------------------------------------
@@ -301,6 +286,16 @@ class HostPool:
             # torch.frombuffer gives its buffer back at once and would not stop an munmap.
             self._whole = torch.from_numpy(self._bytes())
         return self._whole
+
+
+def is_same_memory(one: BackingReply, other: BackingReply) -> bool:
+    """Whether two answers of daemons name the same bytes of the same segment."""
+    return (
+        (one.device, one.inode, one.pool_uuid) == (other.device, other.inode, other.pool_uuid)
+        and (one.num_blocks, one.payload_bytes) == (other.num_blocks, other.payload_bytes)
+        and one.payload_offset_bytes == other.payload_offset_bytes
+        and one.table_offset_bytes == other.table_offset_bytes
+    )
 
 
 def _closed() -> ClosedError:

@@ -14,6 +14,7 @@ WORKER_COUNTERS: Final = (
     "late_replies",
     "leases_lost",
     "stale_reads",
+    "damaged_reads",
     "mirrored_blocks",
     "mirrors_queued",
     "mirrors_handed_in",

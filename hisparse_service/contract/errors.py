@@ -15,6 +15,7 @@
     │   ├── WriterTaken              another rank holds the group's writer lease
     │   └── DeviceBackingTaken       another process holds this device memory
     ├── StaleBlock               look the block up again; its bytes must not be used
+    │   └── DamagedBlock             its bytes are not those that were published
     ├── PeerError                reconnect or upgrade
     │   ├── ServiceUnavailable       no answer before the deadline
     │   ├── UnknownSession           say Hello again
@@ -136,6 +137,10 @@ class DeviceBackingTaken(LeaseError):
 
 class StaleBlock(HiSparseError):
     """The block was evicted, rewritten or belongs to another epoch. Its bytes must not be used."""
+
+
+class DamagedBlock(StaleBlock):
+    """A published block's bytes do not fit its checksum. Details: block, generation, verdict."""
 
 
 class PeerError(HiSparseError):

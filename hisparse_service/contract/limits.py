@@ -95,6 +95,14 @@ LOOKUP_SLICE_KEYS: Final = 8_192
 SEND_HIGH_WATER_MARK: Final = 1_000
 RECEIVE_HIGH_WATER_MARK: Final = 1_000
 SOCKET_LINGER_MS: Final = 200
+WITHDRAW_SLICE_BLOCKS: Final = 4_096
+"""Blocks below a damaged one that are taken out of the index before other clients are served."""
+MAX_REPORTED_BLOCKS: Final = 64
+"""Blocks of one `ReportDamage`. A block of 78 layers has 3.3 MB, so a report has 200 MB to read."""
+MAX_BLOCKS_IN_CHECK: Final = 256
+"""Reported blocks that wait for their check, of all sessions; the reports beyond are not taken."""
+MAX_LOST_PINS: Final = 4_096
+"""Withdrawn blocks that one heartbeat's answer names."""
 MAX_EVENT_BLOCKS: Final = 4_096
 """Blocks named in one event; a longer list is split."""
 MAX_UNIX_PATH_BYTES: Final = 107
@@ -143,4 +151,5 @@ assert MAX_BLOCKS_PER_MESSAGE * (BLOCK_KEY_BYTES + 8) <= MAX_MESSAGE_BYTES
 assert HEARTBEAT_INTERVAL_S * 3 <= ADOPTION_GRACE_S <= LEASE_TTL_S
 assert HEARTBEAT_INTERVAL_S * MAX_QUIET_HEARTBEATS * 5 <= SESSION_TIMEOUT_S < LEASE_TTL_S
 assert LOOKUP_SLICE_KEYS <= MAX_KEYS
+assert MAX_REPORTED_BLOCKS <= MAX_BLOCKS_IN_CHECK
 assert MAX_SESSIONS * MAX_NAMESPACES * MAX_SHARED_EVENTS * EVENT_HANDLE_BYTES <= 64 * MIB

@@ -48,6 +48,8 @@ KeySpace = Annotated[
 ]
 Blocks = Annotated[bytes, Meta(max_length=limits.MAX_BLOCKS_PER_MESSAGE * 4)]
 """u32 little endian, one a block."""
+ReportedBlocks = Annotated[bytes, Meta(max_length=limits.MAX_REPORTED_BLOCKS * 4)]
+"""u32 little endian, one a block."""
 Checksums = Annotated[bytes, Meta(max_length=limits.MAX_BLOCKS_PER_MESSAGE * 8)]
 """u64 little endian, one a block, or empty."""
 Keys = Annotated[bytes, Meta(max_length=limits.MAX_KEYS * limits.BLOCK_KEY_BYTES)]
@@ -127,6 +129,10 @@ class Pong(Reply, tag=2, frozen=True):
     lost_leases: list[int]
     lost_device_backings: list[int] = []
     """Held by this session, and gone with the child that had allocated them."""
+    lost_pins: list[tuple[int, int, int]] = []
+    """(namespace, block, generation) that this session pins and that were withdrawn because their
+    bytes are damaged, or hang below such a block: do not use them, and let them go. Told again
+    until they are."""
 
 
 class Bye(Request, tag=3, frozen=True):
@@ -294,6 +300,8 @@ class CompletedItem(msgspec.Struct, array_like=True, frozen=True):
     generations: Blocks
     keys: Keys
     checksums: Checksums = b""
+    """`checksum.content_checksum` of each block, or none: what readers, and the daemon when one of
+    them reports damage, compare its bytes with."""
     keep_duplicates: bool = False
     """Of a block whose key is published already, keep the own one reserved: for engines whose block
     tables cannot change any more. The published one is answered and pinned all the same."""
@@ -373,6 +381,27 @@ class Reclaim(Request, tag=28, frozen=True):
     lease_id: U64
     blocks: Blocks
     generations: Blocks
+
+
+class ReportDamage(Request, tag=29, frozen=True):
+    """A reader found that the bytes of published blocks do not fit their checksums.
+
+    The daemon believes nobody: it reads the blocks itself, and answers when it has. Only a block
+    whose bytes (or record) disagree is withdrawn: with all that was published below it, it is found
+    by nobody any more, its record says so to those that read it, an `evicted` event tells of it,
+    and it is free once its last reader lets it go. A daemon that does not know this message answers
+    `MalformedMessage`.
+    """
+
+    namespace_id: U16
+    blocks: ReportedBlocks
+    generations: ReportedBlocks
+
+
+class DamageReply(Reply, tag=29, frozen=True):
+    """One `checksum.Verdict` a block, u8, in order."""
+
+    verdicts: bytes
 
 
 class ReleaseLeases(Request, tag=27, frozen=True):
@@ -625,14 +654,15 @@ REQUEST_TYPES: Final[Mapping[int, type[Request]]] = {
     for request_type in (
         Hello, Ping, Bye, OpenNamespace, AllocateBacking, TakeWriter, YieldWriter,
         RegistrationTurn, Reserve, Lookup, Pin, Unpin, MirrorBatch, Abandon, Free, ReleaseLeases,
-        Reclaim, OfferEvents, FetchEvents, AllocateDeviceBacking, ReleaseDeviceBacking,
-        Status, Sessions, ListBlocks, Evict, Drain, SetLimits, Trace, Overview,
+        Reclaim, ReportDamage, OfferEvents, FetchEvents, AllocateDeviceBacking,
+        ReleaseDeviceBacking, Status, Sessions, ListBlocks, Evict, Drain, SetLimits, Trace,
+        Overview,
     )
 }  # fmt: skip
 AnyReply = (
     HelloReply | Pong | Done | NamespaceReply | BackingReply | LeaseReply | TurnReply | BlocksReply
-    | MirrorReply | EventsReply | DeviceBackingReply | StatusReply | ListReply | CountReply
-    | LimitsReply | TraceReply | ErrorReply
+    | MirrorReply | DamageReply | EventsReply | DeviceBackingReply | StatusReply | ListReply
+    | CountReply | LimitsReply | TraceReply | ErrorReply
 )  # fmt: skip
 
 

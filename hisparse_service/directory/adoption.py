@@ -41,6 +41,8 @@ class Survivors:
     last_use: npt.NDArray[np.uint64]
     """u64 [kept]: ranks from 1 on, equal where they were equal, so that a corrupt counter
     cannot overflow."""
+    checksums: npt.NDArray[np.uint64]
+    """u64 [kept]: of the contents; 0 = none"""
     generations: npt.NDArray[np.uint32]
     """u32 [num_blocks]: of each block from now on."""
     given_up: Blocks
@@ -101,6 +103,7 @@ def find_survivors(
         depths=rows["depth"].astype(np.uint32),
         read=blocks[(rows["last_use"] & np.uint64(1)) != 0],
         last_use=_ranks(rows["last_use"] >> np.uint64(1)),
+        checksums=rows["checksum"].astype(np.uint64),
         generations=generation,
         given_up=np.flatnonzero(given_up),
         held=np.flatnonzero(held),

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from hisparse_service.contract.segment import BlockState
+from hisparse_service.contract.segment import BlockState, record_check
 from hisparse_service.directory.adoption import Survivors, find_survivors
 from hisparse_service.directory.columns import BlockColumns
 from hisparse_service.directory.eviction import LeastRecentlyUsed
@@ -77,6 +77,12 @@ class BlockDirectory:
         self._num_published = 0
         self._num_pinned = 0
         self._tick = 0
+        # Most blocks have no checksum: no page of these is touched for them, nor a line on the
+        # way of one block. A checksum counts in its generation alone.
+        self._checksums = np.zeros(self.num_blocks, np.uint64)
+        self._checksum_generations = np.zeros(self.num_blocks, np.uint32)
+        self._withdrawn: set[int] = set()
+        """Blocks in EVICTING that are read, or have published blocks below them."""
 
     def detach(self) -> None:
         """Drop every view of the table. Nothing else may be called afterwards."""
@@ -125,6 +131,7 @@ class BlockDirectory:
         is_read = np.isin(kept, found.read, assume_unique=True) if holder else np.zeros_like(kept)
         self._records.store_last_use(kept, found.last_use, is_read.astype(np.uint64))
         self.index.add(kept, found.keys)
+        self._keep_checksums(kept, found.checksums)
         self._num_published = len(kept)
         self._tick = int(found.last_use.max()) if len(kept) else 0
         self._eviction.rebuild()
@@ -309,6 +316,9 @@ class BlockDirectory:
         columns.holder_view[block] = 0
         columns.state_view[block] = _PUBLISHED
         self.index.insert(block, bucket, low, high)
+        if checksum:
+            self._checksums[block] = checksum
+            self._checksum_generations[block] = generations[block]
         self._num_published += 1
         self._num_pinned += 1
         self._records.publish_one(
@@ -353,6 +363,8 @@ class BlockDirectory:
         columns.state[blocks] = _PUBLISHED
         columns.children[parents[parents != 0]] += 1
         self.index.add(blocks, keys)
+        if checksums is not None:
+            self._keep_checksums(blocks, checksums)
         self._num_published += len(blocks)
         self._num_pinned += len(blocks)
         self._records.store_state(blocks, _PUBLISHED)
@@ -380,6 +392,8 @@ class BlockDirectory:
         if idle.size:
             self._num_pinned -= len(idle)
             columns.last_use[idle] = tick
+            if self._withdrawn:
+                idle = self._clear_withdrawn(idle)
             self._records.store_last_use(idle, tick, Readers.NONE)
             self._eviction.unpinned(idle, tick)
 
@@ -441,13 +455,13 @@ class BlockDirectory:
 
         Nobody needs a block without readers whose children, if any, go too.
         """
-        going = self._closed_leaves(blocks)
+        going = self._closed_leaves(blocks[self.columns.readers[blocks] == 0])
         self._eviction.lost_children(self._drop(going))
         return going
 
     def _closed_leaves(self, blocks: Blocks) -> Blocks:
+        """Those of `blocks` whose children, if any, are among them too; deepest first."""
         columns = self.columns
-        blocks = blocks[columns.readers[blocks] == 0]
         blocks = blocks[np.argsort(-columns.depth[blocks].astype(np.int64), kind="stable")]
         children, parents = columns.children_view, columns.parent_view
         left: dict[int, int] = {}
@@ -460,6 +474,102 @@ class BlockDirectory:
                     left[parent] = left.get(parent, children[parent]) - 1
         return np.array(going, np.intp)
 
+    # --- damage -----------------------------------------------------------------------------
+
+    @property
+    def num_withdrawn(self) -> int:
+        """Blocks that were withdrawn and are not free yet."""
+        return len(self._withdrawn)
+
+    def withdrawn(self) -> Blocks:
+        """Those blocks, in no order."""
+        return np.fromiter(self._withdrawn, np.intp, len(self._withdrawn))
+
+    def checksum_of(self, block: int) -> int:
+        """Of a published block's content; 0: none was given."""
+        if self._checksum_generations[block] != self.columns.generation_view[block]:
+            return 0
+        return int(self._checksums[block])
+
+    def record_fits(self, block: int) -> bool:
+        """Whether a published block's record still says what readers are to compare."""
+        columns = self.columns
+        parent = columns.parent_view[block]
+        return self._records.fits(
+            block,
+            record_check(
+                block=block, key_low=columns.key_low_view[block],
+                key_high=columns.key_high_view[block], checksum=self.checksum_of(block),
+                generation=columns.generation_view[block], parent=parent,
+                parent_generation=columns.generation_view[parent] if parent else 0,
+                depth=columns.depth_view[block], namespace=self._namespace, flags=0,
+            ),
+        )  # fmt: skip
+
+    def withdraw(self, blocks: Blocks) -> None:
+        """PUBLISHED -> EVICTING, whatever reads them; those that nobody reads are free at once.
+
+        Nobody finds them or pins them from here on, and each reader's check of the record fails.
+        A block keeps its id and generation while it is read, so that it is nobody else's, and
+        while published blocks lie below it, whose parent it is.
+
+        Args:
+            blocks: Distinct.
+        """
+        self._require(blocks, BlockEvent.WITHDRAW)
+        columns = self.columns
+        columns.state[blocks] = _EVICTING
+        self._records.store_state(blocks, _EVICTING)
+        self.index.remove(blocks)
+        self._withdrawn.update(blocks.tolist())
+        self._eviction.lost_children(self._leave_parents(blocks))
+        self.clear_withdrawn()
+
+    def clear_withdrawn(self) -> None:
+        """Free the withdrawn blocks that nobody needs any more."""
+        if self._withdrawn:
+            held = self.withdrawn()
+            self._clear_withdrawn(held[self.columns.readers[held] == 0])
+
+    def _clear_withdrawn(self, blocks: Blocks) -> Blocks:
+        """Free those of `blocks` (without readers) that are withdrawn; returns the published."""
+        columns = self.columns
+        is_published = columns.state[blocks] == _PUBLISHED
+        gone = blocks[~is_published & (columns.children[blocks] == 0)]
+        if gone.size:
+            self._withdrawn.difference_update(gone.tolist())
+            self._num_published -= len(gone)
+            self._make_free(gone, already_evicting=True)
+        staying: Blocks = blocks[is_published]
+        return staying
+
+    def closed_below(self, blocks: Blocks, generations: npt.NDArray[np.uint32]) -> Blocks:
+        """Those that are still published in this generation and have no other children."""
+        columns = self.columns
+        good = columns.state[blocks] == _PUBLISHED
+        good &= columns.generation[blocks] == generations
+        return self._closed_leaves(blocks[good])
+
+    def _keep_checksums(self, blocks: Blocks, checksums: npt.NDArray[np.uint64]) -> None:
+        given = checksums != 0
+        blocks = blocks[given]
+        if blocks.size:
+            self._checksums[blocks] = checksums[given]
+            self._checksum_generations[blocks] = self.columns.generation[blocks]
+
+    def _leave_parents(self, blocks: Blocks) -> Blocks:
+        """These are nobody's children any more; the published ones that lost their last child."""
+        columns = self.columns
+        parents, counts = _count_each(columns.parent[blocks].astype(np.intp))
+        columns.children[parents] -= counts.astype(np.uint32)
+        columns.children[0] = 0
+        columns.parent[blocks] = 0
+        columns.depth[blocks] = 0
+        staying = (parents != 0) & (columns.children[parents] == 0)
+        staying &= columns.state[parents] == _PUBLISHED
+        left: Blocks = parents[staying]
+        return left
+
     def _drop(self, blocks: Blocks) -> Blocks:
         """PUBLISHED -> EVICTING -> FREE; returns the blocks that lost their last child and stay."""
         if not blocks.size:
@@ -470,15 +580,8 @@ class BlockDirectory:
         self._records.store_state(blocks, _EVICTING)
         self.index.remove(blocks)
         self._num_published -= len(blocks)
-        parents, counts = _count_each(columns.parent[blocks].astype(np.intp))
-        columns.children[parents] -= counts.astype(np.uint32)
-        columns.children[0] = 0
-        columns.parent[blocks] = 0
-        columns.depth[blocks] = 0
+        left = self._leave_parents(blocks)
         self._make_free(blocks, already_evicting=True)
-        staying = (parents != 0) & (columns.children[parents] == 0)
-        staying &= columns.state[parents] == _PUBLISHED
-        left: Blocks = parents[staying]
         return left
 
     def _make_free(self, blocks: Blocks, *, already_evicting: bool = False) -> None:
@@ -503,6 +606,8 @@ class BlockDirectory:
         """Recount everything from the arrays and compare the table; AssertionError otherwise."""
         columns, table = self.columns, self._records.table
         published = columns.state == _PUBLISHED
+        withdrawn = columns.state == _EVICTING
+        standing = published | withdrawn
         reserved = np.isin(columns.state, (_RESERVED, _WRITING))
         free = columns.state == _FREE
         counts = self.counts()
@@ -510,20 +615,24 @@ class BlockDirectory:
         assert sorted(self._free) == np.flatnonzero(free)[1:].tolist()
         assert counts.reserved == np.count_nonzero(reserved)
         assert counts.pinned == np.count_nonzero(columns.readers)
-        assert counts.published == np.count_nonzero(published & (columns.readers == 0))
+        assert counts.published == np.count_nonzero(standing & (columns.readers == 0))
         assert counts.free + counts.reserved + counts.published + counts.pinned == counts.capacity
-        assert not columns.readers[~published].any()
+        assert not columns.readers[~standing].any()
+        assert self._withdrawn == set(np.flatnonzero(withdrawn).tolist())
+        assert (columns.readers[withdrawn] + columns.children[withdrawn]).all()
         assert (columns.holder[reserved] != 0).all()
         assert not columns.holder[~reserved].any()
         assert sorted(self.index.all_blocks().tolist()) == np.flatnonzero(published).tolist()
         kept = np.flatnonzero(published)
         parents = columns.parent[kept]
-        assert published[parents[parents != 0]].all()
+        assert standing[parents[parents != 0]].all()
         children = np.bincount(parents[parents != 0], minlength=self.num_blocks)
         assert (children == columns.children).all()
         assert (table["state"] == columns.state).all()
         assert (table["generation"][1:] == columns.generation[1:]).all()
         found = find_survivors(table.copy(), namespace=self._namespace)
-        assert sorted(found.blocks.tolist()) == kept.tolist()
+        if not withdrawn.any():  # what lies below such a block goes with it at an adoption
+            assert sorted(found.blocks.tolist()) == kept.tolist()
+        assert not withdrawn[found.blocks].any()
         assert (found.keys == columns.keys_of(found.blocks)).all()
         assert (found.parents == columns.parent[found.blocks]).all()

@@ -54,7 +54,7 @@ class BlockColumns:
         self.children: npt.NDArray[np.uint32] = rows["children"]
         """Published blocks whose parent this one is."""
         self.readers: npt.NDArray[np.uint32] = rows["readers"]
-        """Leases that pin it; only in PUBLISHED."""
+        """Leases that pin it; only in PUBLISHED, and in EVICTING while it is withdrawn."""
         self.last_use: npt.NDArray[np.uint64] = rows["last_use"]
         """Use counter at publication, pin and last unpin."""
         self.holder: npt.NDArray[np.int64] = rows["holder"]

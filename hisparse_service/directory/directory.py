@@ -20,6 +20,7 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from hisparse_service.contract.checksum import Verdict
 from hisparse_service.contract.errors import (
     ForeignKeys,
     HiSparseError,
@@ -43,6 +44,7 @@ from hisparse_service.contract.limits import (
     MAX_KEYS,
     MAX_LEASES_PER_SESSION,
     MAX_LIST_ROWS,
+    MAX_LOST_PINS,
     MAX_NAMESPACES,
     MAX_RESERVE_BLOCKS,
     QUARANTINE_S,
@@ -92,6 +94,7 @@ from hisparse_service.directory.results import (
     ReserveResult,
     SessionEnd,
     Statistics,
+    Suspect,
     U32Array,
     UnpublishedBlocks,
     Usage,
@@ -99,7 +102,9 @@ from hisparse_service.directory.results import (
 )
 from hisparse_service.directory.states import BlockEvent, LeaseEvent, LeaseState
 
-_PUBLISHED: Final = int(BlockState.PUBLISHED)  # numpy is slow with members of enums
+# Numbers: numpy is slow with members of enums.
+_FREE: Final = int(BlockState.FREE)
+_PUBLISHED: Final = int(BlockState.PUBLISHED)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -873,9 +878,11 @@ class Directory:
             raise not_held(lease, int(missing[0]))
         owner.give_back(lease, reserved)
         owner.unpin_from(lease, pinned)
-        dropped = owner.drop_unused(pinned)
+        states = owner.blocks.columns.state[pinned]
+        cleared = pinned[states == _FREE]  # withdrawn before, and let go by their last reader now
+        dropped = owner.drop_unused(pinned[states == _PUBLISHED])
         owner.statistics.freed += len(dropped)
-        return FreeResult(as_u32(np.concatenate((reserved, dropped))))
+        return FreeResult(as_u32(np.concatenate((reserved, cleared, dropped))))
 
     def evict(
         self, namespace: int, *, num_blocks: int | None = None, blocks: U32Array | None = None
@@ -904,6 +911,84 @@ class Directory:
         owner.statistics.evictions += len(gone)
         return as_u32(gone)
 
+    # --- damage -----------------------------------------------------------------------------
+
+    def suspect(self, namespace: int, block: int, generation: int) -> Suspect | Verdict:
+        """What a reported block must be compared with; or why it need not be (any more)."""
+        blocks = self._namespace(namespace).blocks
+        if not _is_published(blocks, block, generation):
+            return Verdict.STALE
+        checksum, is_damaged = blocks.checksum_of(block), not blocks.record_fits(block)
+        if not checksum and not is_damaged:
+            return Verdict.UNVERIFIABLE
+        return Suspect(block, generation, checksum, is_damaged)
+
+    def withdraw(
+        self,
+        namespace: int,
+        block: int,
+        generation: int,
+        *,
+        below: tuple[U32Array, U32Array],
+    ) -> bool:
+        """Take a damaged block, and what was published below it, away from everybody.
+
+        Nobody finds or pins them any more; who reads them sees it in their records; they are free
+        when the last reader lets them go.
+
+        Args:
+            namespace: Where.
+            block: The damaged one.
+            generation: Its generation when it was checked.
+            below: Blocks and generations of `subtree.find_below`, at most WITHDRAW_SLICE_BLOCKS,
+                deepest first. Others that lie below it may go later (`withdraw_below`).
+
+        Returns:
+            False: it is not published in that generation any more, and nothing changed.
+        """
+        owner = self._namespace(namespace)
+        if not _is_published(owner.blocks, block, generation):
+            return False
+        going = owner.blocks.closed_below(below[0].astype(np.intp), below[1])
+        owner.withdraw(np.concatenate((going, np.array([block], np.intp))))
+        return True
+
+    def withdraw_below(self, namespace: int, below: tuple[U32Array, U32Array]) -> None:
+        """`withdraw` of more blocks below one that went already."""
+        owner = self._namespace(namespace)
+        going = owner.blocks.closed_below(below[0].astype(np.intp), below[1])
+        if going.size:
+            owner.withdraw(going)
+
+    def count_check(self, namespace: int, verdict: Verdict) -> None:
+        """Note what became of a reported block."""
+        owner = self._namespaces.get(namespace)
+        if owner is not None:
+            checks, name = owner.statistics.checks, verdict.name.lower()
+            checks[name] = checks.get(name, 0) + 1
+
+    def num_withdrawn(self, namespace: int) -> int:
+        """Withdrawn blocks that are not free yet: they are still read."""
+        return self._namespace(namespace).blocks.num_withdrawn
+
+    def lost_pins(self, session: int) -> list[tuple[int, int, int]]:
+        """(namespace, block, generation) of withdrawn blocks that a session pins; MAX_LOST_PINS."""
+        account = self._account(session)
+        lost: list[tuple[int, int, int]] = []
+        for owner in self._namespaces.values():
+            if owner.attached is None or not owner.attached.num_withdrawn:
+                continue
+            generations = owner.attached.columns.generation_view
+            pins = [
+                each.pins for each in account.leases.values() if each.namespace == owner.namespace
+            ]
+            lost += [
+                (owner.namespace, block, generations[block])
+                for block in owner.attached.withdrawn().tolist()
+                if any(block in held for held in pins)
+            ]
+        return lost[:MAX_LOST_PINS]
+
     def expire(self, now_s: float) -> ExpiryResult:
         """End leases whose deadline passed; MAX_EXPIRED_LEASES at most, the others next time.
 
@@ -924,6 +1009,10 @@ class Directory:
                 self._leases.expire(lease)
             else:
                 self._end_lease(owner, lease, LeaseEvent.EXPIRE)
+        for owner in self._namespaces.values():
+            if owner.attached is not None:
+                # Most are free with their last reader; this is for those whose children went later.
+                owner.attached.clear_withdrawn()
         yielded = []
         deadlines = []
         for owner in self._namespaces.values():
@@ -1082,6 +1171,14 @@ class Directory:
         if owner is not None:
             refusals = owner.statistics.refusals
             refusals[code] = refusals.get(code, 0) + 1
+
+
+def _is_published(blocks: BlockDirectory, block: int, generation: int) -> bool:
+    return (
+        0 < block < blocks.num_blocks
+        and blocks.columns.state_view[block] == _PUBLISHED
+        and blocks.columns.generation_view[block] == generation
+    )
 
 
 def _is_writer(account: SessionAccount, owner: Namespace) -> bool:

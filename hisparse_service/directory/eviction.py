@@ -133,7 +133,9 @@ class LeastRecentlyUsed:
         1.3 us through the heap.
         """
         columns = self._columns
-        readers, children = columns.readers_view, columns.children_view
+        readers, children, states = (
+            columns.readers_view, columns.children_view, columns.state_view
+        )  # fmt: skip
         parents, last_use, depth = columns.parent_view, columns.last_use_view, columns.depth_view
         chain = [block]
         while parent := parents[block]:
@@ -141,7 +143,7 @@ class LeastRecentlyUsed:
             if left != 1 or parent in children_left:
                 left = children_left.get(parent, left)
             left -= 1
-            if left or readers[parent]:
+            if left or readers[parent] or states[parent] != _PUBLISHED:
                 children_left[parent] = left
                 break
             key = (last_use[parent], -depth[parent], parent)

@@ -12,6 +12,7 @@ import numpy as np
 
 from hisparse_service.contract.errors import LeaseLost, QuotaExceeded, UsageError
 from hisparse_service.contract.ids import NO_LEASE
+from hisparse_service.contract.segment import BlockState
 from hisparse_service.directory.blocks import NO_BLOCKS
 from hisparse_service.directory.index import Blocks, as_keys
 from hisparse_service.directory.leases import Lease, LeaseTable
@@ -20,6 +21,7 @@ from hisparse_service.directory.results import LookupResult
 from hisparse_service.directory.states import LeaseEvent, LeaseState
 
 _GRANTED: Final = LeaseState.GRANTED
+_PUBLISHED: Final = int(BlockState.PUBLISHED)
 
 
 class Lookup:
@@ -114,6 +116,8 @@ class Lookup:
             (found,) = self._found
         else:
             found = np.concatenate(self._found) if self._found else NO_BLOCKS
+        if self._namespace.blocks.num_withdrawn:
+            found = self._without_withdrawn(found)
         statistics = self._namespace.statistics
         statistics.keys_hit += len(found)
         statistics.tokens_hit += len(found) * self._namespace.block_size
@@ -128,6 +132,18 @@ class Lookup:
             blocks=as_u32(found),
             generations=self._namespace.blocks.columns.generation[found],
         )
+
+    def _without_withdrawn(self, found: Blocks) -> Blocks:
+        """Cut before the first block that was withdrawn since an earlier step found it."""
+        good = self._namespace.blocks.columns.state[found] == _PUBLISHED
+        if good.all():
+            return found
+        at = int(good.argmin())
+        if self._is_new_lease:
+            self._namespace.unpin_from(self._lease, found[at:])
+        # Other leases may have pinned some of them before: those go when the client, which the
+        # heartbeat tells of them, lets them go.
+        return found[:at]
 
     def cancel(self) -> None:
         """Give up: drops the lease when this lookup made it. Idempotent."""

@@ -295,6 +295,13 @@ class Namespace:
         self.emit(EventKind.EVICTED, gone, self.blocks.columns.keys_of(gone).tobytes())
         return gone
 
+    def withdraw(self, blocks: Blocks) -> None:
+        """Take published blocks away from everybody; see `BlockDirectory.withdraw`."""
+        keys = self.blocks.columns.keys_of(blocks).tobytes()
+        self.blocks.withdraw(blocks)
+        self.statistics.withdrawn += len(blocks)
+        self.emit(EventKind.EVICTED, blocks, keys)
+
     def evict_up_to(self, num_blocks: int) -> Blocks:
         """Give up the least recently used, at most so many."""
         gone = self.blocks.evict_up_to(num_blocks)

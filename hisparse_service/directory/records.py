@@ -175,6 +175,19 @@ class RecordTable:
         self._bytes[at + _STATE_OFFSET] = _PUBLISHED
         crash_point(_AFTER_PUBLISHED)
 
+    def fits(self, block: int, check: int) -> bool:
+        """Whether the record of a published block is what was stored.
+
+        Nothing that stands in it is used: it is only compared.
+
+        Args:
+            block: Its id.
+            check: `record_check` of what the directory knows of it.
+        """
+        record = self.table[block : block + 1]
+        found = record_checks(self.table, np.array([block], np.intp))
+        return int(found[0]) == int(record["check"][0]) == check
+
     def store_fields(
         self,
         blocks: Blocks,

@@ -41,7 +41,7 @@ class EventKind(enum.Enum):
 
     PUBLISHED = "published"
     EVICTED = "evicted"
-    """Given up, by eviction or by `free`."""
+    """Given up, by eviction or by `free`; or withdrawn, and maybe still read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +127,10 @@ class Statistics:
     """Unpublished blocks that returned: abandoned, freed, released or their writer died."""
     leases_granted: int = 0
     leases_expired: int = 0
+    withdrawn: int = 0
+    """Published blocks that were damaged, or hung below such a block."""
+    checks: dict[str, int] = field(default_factory=dict)
+    """Blocks that readers reported as damaged, by what the check found."""
     refusals: dict[str, int] = field(default_factory=dict)
     """Requests refused, by error code."""
 
@@ -222,6 +226,18 @@ class CompletedItem:
 
     blocks: U32Array
     generations: U32Array
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """A reported block that has to be compared with what is known of it."""
+
+    block: int
+    generation: int
+    checksum: int
+    """Of its content, never 0."""
+    is_record_damaged: bool
+    """Its record is not what was stored: readers cannot verify it, whatever its content is."""
 
 
 @dataclass(frozen=True, slots=True)

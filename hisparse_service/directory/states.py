@@ -31,6 +31,9 @@ class BlockEvent(enum.IntEnum):
     """A published block without readers and children is given up."""
     CLEAR = 5
     """The eviction is finished: its generation is bumped."""
+    WITHDRAW = 6
+    """Its bytes are damaged, or those of a block above it: nobody finds it any more, and it is
+    cleared when nobody reads it any more."""
 
 
 class LeaseState(enum.IntEnum):
@@ -63,6 +66,7 @@ BLOCK_TRANSITIONS: Final[dict[tuple[BlockState, BlockEvent], BlockState]] = {
     (BlockState.RESERVED, BlockEvent.ABANDON): BlockState.FREE,
     (BlockState.WRITING, BlockEvent.ABANDON): BlockState.FREE,
     (BlockState.PUBLISHED, BlockEvent.EVICT): BlockState.EVICTING,
+    (BlockState.PUBLISHED, BlockEvent.WITHDRAW): BlockState.EVICTING,
     (BlockState.EVICTING, BlockEvent.CLEAR): BlockState.FREE,
 }
 

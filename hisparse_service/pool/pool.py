@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import os
 import struct
 import threading
 from types import TracebackType
@@ -343,6 +345,23 @@ class Pool:
         """
         self.unlink()
         self.keep()
+
+    def read_into(self, buffer: memoryview, *, offset_bytes: int) -> None:
+        """Fill a buffer from the segment, through its descriptor. Any thread.
+
+        An access through the mapping to memory that the hardware lost would end the process; this
+        fails.
+
+        Raises:
+            OSError: The bytes cannot be read, or are not there.
+            ClosedError: The pool was closed.
+        """
+        done = 0
+        while done < len(buffer):
+            count = os.preadv(self._open().fd, [buffer[done:]], offset_bytes + done)
+            if not count:
+                raise OSError(errno.ENODATA, "the segment ends before", self._segment.name)
+            done += count
 
     def users_attached(self) -> bool:
         """True while a process other than the daemon holds the segment's user lock.

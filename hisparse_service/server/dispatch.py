@@ -39,7 +39,14 @@ from hisparse_service.server import handlers_operations as operations
 from hisparse_service.server import handlers_session as session
 from hisparse_service.server import handlers_shared_events as shared_events
 from hisparse_service.server.clients import begin_session, draining, end_session, hello_reply
-from hisparse_service.server.state import Client, LongRequest, Pending, Phase, ServerState
+from hisparse_service.server.state import (
+    AwaitsHelper,
+    Client,
+    LongRequest,
+    Pending,
+    Phase,
+    ServerState,
+)
 from hisparse_service.telemetry.logs import get_logger
 from hisparse_service.telemetry.taps import Answered
 
@@ -98,6 +105,7 @@ ROUTES: Final[dict[type[m.Request], Route]] = {
     m.MirrorBatch: Route(blocks.mirror_batch, Needs.WORKER),
     m.Abandon: Route(blocks.abandon, Needs.WORKER),
     m.Free: Route(blocks.free, Needs.WORKER),
+    m.ReportDamage: Route(blocks.report_damage, Needs.WORKER),
     m.ReleaseLeases: Route(blocks.release_leases, Needs.WORKER),
     m.OfferEvents: Route(shared_events.offer_events, Needs.WORKER),
     m.FetchEvents: Route(shared_events.fetch_events, Needs.WORKER),
@@ -216,8 +224,21 @@ class Dispatcher:
             self._latency[type(pending.request)].observe_ns(ended_ns - started_ns)
             if self._state.taps:
                 self._tap(client, pending.request, reply, started_ns, ended_ns, pending.frame_bytes)
-        if client.pending:
+        if client.pending and not self._is_parked(client):
             self.waiting.append(client)
+
+    def _is_parked(self, client: Client) -> bool:
+        """Whether the first waiting request waits for a helper, which then has it stepped."""
+        work = client.pending[0].work
+        if not isinstance(work, AwaitsHelper) or work.is_ready:
+            return False
+
+        def resume() -> None:
+            if client.pending and client.pending[0].work is work:
+                self.waiting.append(client)
+
+        work.resume = resume
+        return True
 
     def _step(self, client: Client, pending: Pending, now_s: float) -> m.Reply | None:
         if pending.work is None:
@@ -318,9 +339,9 @@ class Dispatcher:
                 remedy="Wait for replies before sending more",
                 limit=MAX_IN_FLIGHT_PER_SESSION, value=len(waiting),
             )  # fmt: skip
-        if not waiting:
-            self.waiting.append(client)
         waiting.append(Pending(request, now_s, frame_bytes, work))
+        if len(waiting) == 1 and not self._is_parked(client):
+            self.waiting.append(client)
 
     def _tap(
         self,

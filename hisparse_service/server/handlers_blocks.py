@@ -4,10 +4,12 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from typing import Final
 
 from hisparse_service.contract import messages as m
+from hisparse_service.contract.checksum import Verdict
 from hisparse_service.contract.crashpoints import crash_point, declare
 from hisparse_service.contract.errors import ForeignKeys, HiSparseError, UsageError
 from hisparse_service.contract.limits import (
@@ -20,7 +22,7 @@ from hisparse_service.directory.lookup import Lookup
 from hisparse_service.directory.one_block import OneCompleted
 from hisparse_service.directory.results import LookupResult, MirrorItem, PinResult, ReserveResult
 from hisparse_service.server.handlers_backing import entry_of
-from hisparse_service.server.state import Client, LongRequest, Phase, ServerState
+from hisparse_service.server.state import AwaitsHelper, Client, LongRequest, Phase, ServerState
 
 _U32: Final = struct.Struct("<I")
 _HANDLE: Final = struct.Struct("<II")
@@ -320,6 +322,57 @@ def free(
         u32_array(request.blocks, what="blocks"),
     )  # fmt: skip
     return m.Done(request.request_id, state.options.epoch)
+
+
+class DamageReport(AwaitsHelper):
+    """A ReportDamage whose blocks are being read."""
+
+    def __init__(self, state: ServerState, request: m.ReportDamage, num_blocks: int) -> None:
+        super().__init__()
+        self._state = state
+        self._request_id = request.request_id
+        self._verdicts: list[Verdict | None] = [None] * num_blocks
+        self._num_left = num_blocks
+
+    def put(self, at: int, verdict: Verdict) -> None:
+        """What was found about one block."""
+        self._verdicts[at] = verdict
+        self._num_left -= 1
+        if not self._num_left:
+            self.is_ready = True
+            self.resume()
+
+    def finish(self, now_s: float) -> m.Reply:  # noqa: ARG002
+        """What was found."""
+        return m.DamageReply(
+            self._request_id, self._state.options.epoch, bytes(v or 0 for v in self._verdicts)
+        )
+
+    def cancel(self) -> None:
+        """The checks go on: what the reader saw, others will."""
+
+
+def report_damage(
+    state: ServerState, client: Client, request: m.ReportDamage, now_s: float
+) -> m.Reply | LongRequest:
+    """Blocks whose bytes a reader found damaged are checked, beside the loop.
+
+    Raises:
+        UsageError: No such namespace, or not a generation for each block.
+    """
+    entry = entry_of(state, request.namespace_id)
+    blocks = u32_array(request.blocks, what="blocks").tolist()
+    generations = u32_array(request.generations, what="generations").tolist()
+    if len(blocks) != len(generations):
+        raise UsageError(f"{len(blocks)} blocks with {len(generations)} generations")
+    pool = state.pool
+    if pool is None or entry.backing is None:
+        nothing = bytes([Verdict.STALE] * len(blocks))
+        return m.DamageReply(request.request_id, state.options.epoch, nothing)
+    report = DamageReport(state, request, len(blocks))
+    for at, handle in enumerate(zip(blocks, generations, strict=True)):
+        state.checks.report(pool, state.directory, entry, handle, functools.partial(report.put, at))
+    return report if not report.is_ready and blocks else report.finish(now_s)
 
 
 def release_leases(

@@ -94,8 +94,10 @@ def _pool_status(state: ServerState) -> dict[str, Any]:
 def _namespace_status(state: ServerState, entry: NamespaceEntry) -> dict[str, Any]:
     namespace_id, backing = entry.namespace_id, entry.backing
     blocks: dict[str, int] = {}
+    num_withdrawn = 0
     if backing is not None:
         blocks = dataclasses.asdict(state.directory.counts(namespace_id))
+        num_withdrawn = state.directory.num_withdrawn(namespace_id)
     return {
         "namespace": namespace_id,
         "name": entry.name,
@@ -106,6 +108,7 @@ def _namespace_status(state: ServerState, entry: NamespaceEntry) -> dict[str, An
         "num_blocks": backing.record.num_blocks if backing is not None else 0,
         "adopted": entry.is_adopted,
         "blocks": blocks,
+        "withdrawn": num_withdrawn,
         "statistics": dataclasses.asdict(state.directory.statistics(namespace_id)),
         "usage": dataclasses.asdict(state.directory.namespace_usage(namespace_id)),
         "writers": [

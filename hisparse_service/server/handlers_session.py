@@ -15,16 +15,22 @@ def ping(state: ServerState, client: Client, request: m.Ping, now_s: float) -> m
     if request.counters:
         keep_counters(state, client, request.counters)
     lost: list[int] = []
+    lost_pins: list[tuple[int, int, int]] = []
     if state.loaded_directory is None or client.is_operator:
         lost = list(request.renew_leases)
-    elif request.renew_leases or client.hello.group:
-        lost = state.directory.renew(client.session.session_id, request.renew_leases, now_s=now_s)
+    else:
+        if request.renew_leases or client.hello.group:
+            lost = state.directory.renew(
+                client.session.session_id, request.renew_leases, now_s=now_s
+            )
+        lost_pins = state.directory.lost_pins(client.session.session_id)
     return m.Pong(
         request.request_id,
         state.options.epoch,
         int((now_s + state.options.lease_ttl_s) * 1e9),
         lost,
         state.devices.lost_of(client.session.session_id),
+        lost_pins,
     )
 
 

@@ -19,6 +19,7 @@ from hisparse_service.directory.directory import Directory
 from hisparse_service.membership.liveness import PidWatcher
 from hisparse_service.membership.sessions import Session, SessionTable
 from hisparse_service.pool.pool import Backing, Pool
+from hisparse_service.server.block_checks import BlockChecks
 from hisparse_service.server.device_backings import DeviceBackings
 from hisparse_service.server.events import EventPublisher
 from hisparse_service.telemetry.metrics import ServerMetrics
@@ -50,6 +51,19 @@ class LongRequest(Protocol):
 
     def cancel(self) -> None:
         """Its client is gone. Idempotent."""
+
+
+class AwaitsHelper(LongRequest):
+    """Base of long requests that wait for a helper thread: not stepped before it has answered."""
+
+    def __init__(self) -> None:
+        self.is_ready = False
+        self.resume: Callable[[], None] = lambda: None
+        """Called on the loop once `is_ready`; the dispatcher's."""
+
+    def step(self) -> bool:
+        """Whether the helper has answered."""
+        return self.is_ready
 
 
 @dataclass(slots=True, eq=False)
@@ -186,6 +200,8 @@ class ServerState:
     by_fingerprint: dict[bytes, NamespaceEntry] = field(default_factory=dict)
     devices: DeviceBackings = field(default_factory=DeviceBackings)
     """Device memory that outlives the workers; switched off unless the daemon gives it."""
+    checks: BlockChecks = field(default_factory=BlockChecks)
+    """Blocks that readers reported as damaged."""
 
     @property
     def directory(self) -> Directory:

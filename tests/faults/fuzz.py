@@ -66,6 +66,7 @@ SAMPLES = [
     messages.Evict(20, 1, 5),
     messages.Drain(21, True, 5.0),
     messages.Reclaim(22, 1, 5, bytes(8), bytes(8)),
+    messages.ReportDamage(23, 1, bytes(8), bytes(8)),
     messages.SetLimits(23, -1, 100, 10, 0, 1_000, 64),
     messages.Trace(24, "look", 5.0, 1_000_000),
     messages.Overview(25),

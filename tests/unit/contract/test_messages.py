@@ -232,4 +232,4 @@ def test_tags_are_unique_over_requests_and_over_replies():
     reply_types = typing.get_args(messages.AnyReply)
     tags = [reply.__struct_config__.tag for reply in reply_types]
     assert len(set(tags)) == len(tags)
-    assert len(REQUEST_TYPES) == 29
+    assert len(REQUEST_TYPES) == 30

@@ -216,6 +216,7 @@ def test_operators_are_refused_what_workers_do(
         m.Abandon: (namespace, 1, b""), m.Free: (namespace, 1, b""), m.ReleaseLeases: ([],),
         m.RegistrationTurn: (namespace, False), m.TakeWriter: (namespace,),
         m.YieldWriter: (namespace,), m.Reclaim: (namespace, 1, b"", b""),
+        m.ReportDamage: (namespace, b"", b""),
         m.OfferEvents: (namespace, "", b""), m.FetchEvents: (namespace,),
     }  # fmt: skip
     reply = world.ask(b"o", request_type, *fields[request_type])

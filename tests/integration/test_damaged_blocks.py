@@ -1,0 +1,290 @@
+"""Damaged bytes in shared memory: whoever meets them reports them, and nobody gets them again.
+
+Real daemon, real shared memory: a byte of a published block is changed behind everybody's back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from real_daemon import running_daemon, wait_until
+from test_client_daemon import (
+    GEOMETRY,
+    NUM_BLOCKS,
+    chain_of,
+    connect,
+    fill,
+    open_and_attach,
+    write_prefix,
+)
+
+from hisparse_service.contract import messages as m
+from hisparse_service.contract.checksum import Verdict
+from hisparse_service.contract.errors import DamagedBlock, ServiceUnavailable, StaleBlock
+from hisparse_service.contract.segment import RECORD_BYTES, BlockState
+from hisparse_service.pool.segment_file import open_existing
+from worker_client.blocks import LeaseState
+from worker_client.client import Completed
+from worker_client.damage import report_damage
+
+TOKENS = tuple(range(16))
+"""Four blocks."""
+
+
+@pytest.fixture
+def daemon():
+    with running_daemon() as made:
+        yield made
+
+
+@pytest.fixture
+def three(daemon):
+    """Namespaces of three clients: A publishes, B and C read."""
+    with contextlib.ExitStack() as stack:
+        yield [open_and_attach(stack.enter_context(connect(daemon))) for _ in range(3)]
+
+
+def damage(namespace, block):
+    """One bit of the block's last row of its last layer."""
+    namespace.pool.layer_view(GEOMETRY.num_layers - 1)[int(block), -1, -1] ^= 1
+
+
+def status_of(namespace):
+    (found,) = namespace.client.status()["namespaces"]
+    counts = found["blocks"]
+    total = counts["free"] + counts["reserved"] + counts["published"] + counts["pinned"]
+    assert total == counts["capacity"], counts
+    return found
+
+
+def found_blocks(namespace, tokens=TOKENS):
+    lease = namespace.lookup(chain_of(namespace, *tokens))
+    blocks = lease.blocks.tolist()
+    lease.release()
+    return blocks
+
+
+def test_a_damaged_block_is_given_to_nobody_any_more(three):
+    a, b, c = three
+    held = write_prefix(a, chain_of(a, *TOKENS))
+    blocks = held.blocks.tolist()
+    damage(a, blocks[2])
+    lease = b.lookup(chain_of(b, *TOKENS))
+    assert lease.blocks.tolist() == blocks, "the daemon cannot know yet"
+    lease.verify(lease.blocks[:2])
+    with pytest.raises(DamagedBlock) as caught:
+        lease.verify()
+    assert caught.value.details["block"] == blocks[2]
+    assert caught.value.details["verdict"] == "damaged"
+    assert found_blocks(b) == blocks[:2], "the rest of the prefix stays usable"
+    assert found_blocks(c) == blocks[:2]
+    with pytest.raises(StaleBlock):
+        c.pin([blocks[2]], held.generations[2:3])
+    # The owner: what is damaged is stale for it too, the rest is not, and it goes on.
+    held.check(held.blocks[:2])
+    with pytest.raises(StaleBlock):
+        held.check([blocks[2]])
+    state = status_of(a)
+    assert state["statistics"]["checks"] == {"damaged": 1}
+    assert state["statistics"]["withdrawn"] == 2, "and the block below it"
+    assert state["withdrawn"] == 2, "kept from everybody while they are pinned"
+    lease.release()
+    assert status_of(a)["withdrawn"] == 2
+    held.release()
+    state = status_of(a)
+    assert (state["withdrawn"], state["blocks"]["pinned"]) == (0, 0)
+    assert state["blocks"]["published"] == 2
+    again = a.lookup(chain_of(a, *TOKENS))
+    republish(a, chain_of(a, *TOKENS), again)
+    assert len(found_blocks(c)) == 4
+    again.verify()
+    again.release()
+
+
+def republish(namespace, chain, lease):
+    """Compute anew what a lookup did not find."""
+    start = len(lease.blocks)
+    namespace.reserve(chain.num_blocks - start, lease=lease)
+    blocks, generations = lease.reserved_blocks, lease.reserved_generations
+    for block in blocks:
+        fill(namespace, block, 50)
+    namespace.mirror(
+        completed=[
+            Completed(
+                lease=lease, blocks=blocks, generations=generations, keys=chain.keys(start),
+                parent=int(lease.blocks[-1]), parent_generation=int(lease.generations[-1]),
+                checksums=namespace.pool.checksum(blocks),
+            )
+        ]
+    )  # fmt: skip
+
+
+def test_what_nobody_reads_is_free_at_once_and_an_event_tells_of_it(three):
+    a, b, _ = three
+    with a.client.events(b"evicted") as events:
+        wait_until(lambda: a.client.status()["event_topics"])
+        held = write_prefix(a, chain_of(a, *TOKENS))
+        blocks, generations = held.blocks.tolist(), held.generations
+        held.release()
+        damage(a, blocks[0])
+        assert report_damage(b, blocks[:1], generations[:1]) == [Verdict.DAMAGED]
+        event = events.next(timeout_s=30)
+        assert isinstance(event, m.EvictedEvent)
+        assert sorted(np.frombuffer(event.blocks, np.uint32).tolist()) == sorted(blocks)
+    assert status_of(a)["blocks"]["free"] == NUM_BLOCKS - 1
+
+
+def test_stale_false_and_unverifiable_reports_change_nothing_but_a_counter(three):
+    a, b, _ = three
+    held = write_prefix(a, chain_of(a, *TOKENS))
+    plain = a.reserve(1)
+    own, generation = plain.reserved_blocks, plain.reserved_generations
+    a.mirror(
+        completed=[
+            Completed(
+                lease=plain, blocks=own, generations=generation,
+                keys=chain_of(a, 7, 7, 7, 7).keys(),
+            )
+        ]
+    )  # fmt: skip
+    damage(a, own[0])
+    before = status_of(a)["blocks"]
+    blocks, generations = held.blocks, held.generations
+    assert report_damage(
+        b,
+        [blocks[0], blocks[1], own[0], NUM_BLOCKS + 5, 0],
+        [generations[0], generations[1] + 1, generation[0], 1, 1],
+    ) == [Verdict.SOUND, Verdict.STALE, Verdict.UNVERIFIABLE, Verdict.STALE, Verdict.STALE]
+    assert status_of(a)["blocks"] == before
+    assert status_of(a)["statistics"]["checks"] == {"sound": 1, "stale": 3, "unverifiable": 1}
+    assert status_of(a)["statistics"]["withdrawn"] == 0
+    held.verify()
+    plain.verify()  # nothing to compare it with
+    assert found_blocks(b) == blocks.tolist()
+
+
+def test_two_reporters_at_once_withdraw_once(three):
+    a, b, c = three
+    held = write_prefix(a, chain_of(a, *TOKENS))
+    damage(a, held.blocks[1])
+    leases = [each.lookup(chain_of(each, *TOKENS)) for each in (b, c)]
+    barrier = threading.Barrier(2)
+    errors = []
+
+    def read(lease):
+        barrier.wait()
+        try:
+            lease.verify()
+        except StaleBlock as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=read, args=(lease,)) for lease in leases]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(errors) == 2
+    assert status_of(a)["statistics"]["withdrawn"] == 3
+    assert found_blocks(b) == found_blocks(c) == held.blocks.tolist()[:1]
+    for lease in (*leases, held):
+        lease.release()
+    assert status_of(a)["withdrawn"] == 0
+
+
+def test_a_reporter_that_is_killed_leaves_nothing_behind(daemon, three):
+    a, _, c = three
+    held = write_prefix(a, chain_of(a, *TOKENS))
+    damage(a, held.blocks[1])
+    code = f"""
+import sys, worker_client
+sys.path.insert(0, "tests/integration")
+from test_client_daemon import open_and_attach
+from hisparse_service.contract import messages as m
+client = worker_client.connect(sys.argv[1], client_name="reporter", timeout_s=30)
+namespace = open_and_attach(client)
+print("ready", flush=True)
+sys.stdin.readline()
+client.session._socket.send(m.encode(m.ReportDamage(
+    10**6, namespace.namespace_id, {held.blocks[1:2].tobytes()!r},
+    {held.generations[1:2].tobytes()!r})))
+print("sent", flush=True)
+sys.stdin.read()
+"""
+    reporter = subprocess.Popen(
+        [sys.executable, "-c", code, str(daemon.directory)], stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with reporter:
+        assert reporter.stdout.readline() == "ready\n"
+        reporter.stdin.write("go\n")
+        reporter.stdin.flush()
+        assert reporter.stdout.readline() == "sent\n"
+        reporter.kill()
+    wait_until(lambda: a.client.status()["sessions"]["workers"] == 3)
+    lease = c.lookup(chain_of(c, *TOKENS))
+    with contextlib.suppress(StaleBlock):  # where the report died with the reporter
+        lease.verify()
+    lease.release()
+    assert found_blocks(c) == held.blocks.tolist()[:1]
+    assert status_of(a)["statistics"]["withdrawn"] == 3
+    held.release()
+    assert status_of(a)["withdrawn"] == 0
+
+
+def test_a_daemon_killed_before_the_check_is_told_again(daemon, three):
+    a, b, c = three
+    held = write_prefix(a, chain_of(a, *TOKENS))
+    blocks = held.blocks.tolist()
+    damage(a, blocks[2])
+    daemon.signal(signal.SIGSTOP)
+    with pytest.raises(ServiceUnavailable):
+        report_damage(b, blocks[2:3], held.generations[2:3], timeout_s=0.2)
+    daemon.kill()
+    daemon.start()
+    wait_until(lambda: a.is_daemon_there and b.is_daemon_there and c.is_daemon_there)
+    assert found_blocks(c) == blocks, "its checksum came back with it"
+    lease = c.lookup(chain_of(c, *TOKENS))
+    with pytest.raises(DamagedBlock):
+        lease.verify()
+    lease.release()
+    assert found_blocks(b) == found_blocks(a) == blocks[:2]
+    assert held.state is LeaseState.GRANTED
+    held.release()
+    wait_until(lambda: status_of(a)["withdrawn"] == 0, "the adopting daemon's own pins end")
+
+
+def test_a_daemon_killed_after_the_check_does_not_bring_the_block_back(daemon, three):
+    a, b, c = three
+    held = write_prefix(a, chain_of(a, *TOKENS))
+    blocks = held.blocks.tolist()
+    damage(a, blocks[2])
+    assert report_damage(b, blocks[2:3], held.generations[2:3]) == [Verdict.DAMAGED]
+    daemon.kill()
+    daemon.start()
+    wait_until(lambda: b.is_daemon_there and c.is_daemon_there)
+    assert found_blocks(c) == blocks[:2]
+    table = c.pool.table
+    assert (table["state"][blocks[2:]] == int(BlockState.FREE)).all()
+    assert (table["generation"][blocks[2:]] != held.generations[2:]).all()
+
+
+def test_a_damaged_record_is_withdrawn_like_a_damaged_block(three):
+    a, b, _ = three
+    held = write_prefix(a, chain_of(a, *TOKENS))
+    segment = open_existing(b.client.status()["pool"]["segment"])
+    try:
+        table = b.pool._backing_reply.table_offset_bytes
+        segment.map()[table + int(held.blocks[3]) * RECORD_BYTES + 24] ^= 1  # its checksum
+    finally:
+        segment.close()
+    lease = b.lookup(chain_of(b, *TOKENS))
+    with pytest.raises(DamagedBlock):
+        lease.verify()
+    assert found_blocks(b) == held.blocks.tolist()[:3]
+    assert status_of(a)["statistics"]["checks"] == {"damaged": 1}
