@@ -187,11 +187,12 @@ class Client:
         with self.session.lock:
             namespace = self._namespaces.get(fingerprint)
             if namespace is None:
-                namespace = Namespace(
+                made = Namespace(
                     self, name=name or model, fingerprint=fingerprint, geometry=geometry
                 )
-                namespace.open()
-                self._namespaces[fingerprint] = namespace
+                made.open()
+                # Waiting for a daemon gives the lock up: another thread may have been first.
+                namespace = self._namespaces.setdefault(fingerprint, made)
             return namespace
 
     def events(

@@ -83,13 +83,14 @@ class NamespaceLink:
 
     # --- requests -------------------------------------------------------------------------------
 
-    def open(self) -> None:
+    def open(self, *, timeout_s: float | None = None) -> None:
         """Tell the daemon of this namespace; learns its number in this epoch."""
         self.namespace_id = self.session.request(
             lambda request_id: OpenNamespace(
                 request_id, self.fingerprint, self.name, encode_geometry(self.geometry)
             ),
             NamespaceReply,
+            timeout_s=timeout_s,
         ).namespace_id
 
     def request(

@@ -144,7 +144,7 @@ class Namespace:
         return self.client.is_closed
 
     def wait_attached(self) -> None:
-        """Wait until an attach that is going on is over: it holds the session's lock."""
+        """Wait until a new session knows all of this client's: it holds the lock until then."""
         with self._session.lock:
             pass
 

@@ -6,6 +6,11 @@ hand-over to another thread, which would cost more than the daemon's whole work.
 changes. One background thread sends heartbeats from registration on, renews leases and notices
 that the daemon went or came back; it takes the same lock.
 
+The lock is held for one exchange, or for one registration with all that follows from it. A request
+that waits for a daemon that is away gives it up meanwhile, all levels of it: what its thread knew
+before may have changed when the request is built. A caller that can ask again asks with a short
+deadline, so that a daemon that hangs keeps the other threads no longer (`Attachment` does).
+
     STARTING --Hello answered--> ALIVE --disconnected, silent--> AWAY --answered--> ALIVE
     any --close--> CLOSED
 
@@ -182,6 +187,8 @@ class Session:
         self.identity = identity
         self.counters = counters if counters is not None else WorkerCounters()
         self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)
+        """The daemon is there again, or the session is closed."""
         self.owner: SessionOwner | None = None
         self.epoch = 0
         self.hello: HelloReply | None = None
@@ -261,6 +268,7 @@ class Session:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_TIMEOUT_S)
         with self.lock:
+            self._changed.notify_all()
             linger_ms = 0
             if self.state is SessionState.ALIVE and not self._needs_hello:
                 linger_ms = self._say_bye()
@@ -347,26 +355,58 @@ class Session:
     def _request_again(self, build: BuildRequest, deadline_s: float, when_away: WhenAway) -> Reply:
         if self._attaching:
             raise _SessionGone
-        attempts = 0
-        while attempts < _MAX_ATTEMPTS:
+        for _ in range(_MAX_ATTEMPTS):
             if not self.is_alive:
                 if when_away is WhenAway.FAIL:
                     self._away()
                     raise self._unavailable("the daemon is away")
-                try:
-                    self._revive(deadline_s)
-                except ServiceUnavailable:
-                    # A daemon that just started answers, but has no pool for us yet.
-                    if time.monotonic() + _NOT_READY_PAUSE_S >= deadline_s:
-                        raise
-                    time.sleep(_NOT_READY_PAUSE_S)
-                    continue
-            attempts += 1
+                self._wait_alive(deadline_s)
             try:
                 return self._exchange(build, deadline_s)
             except _SessionGone:
                 self._needs_hello = True
         raise self._unavailable(f"the session ended {_MAX_ATTEMPTS} times during one request")
+
+    def _wait_alive(self, deadline_s: float) -> None:
+        """Wait until the daemon answers; the lock is given up meanwhile, all levels of it.
+
+        Held, it kept decode steps, releases and heartbeats of this client waiting for as long as
+        one thread had patience: an attach has a minute.
+
+        Raises:
+            ServiceUnavailable: Not before the deadline.
+            HiSparseError: The daemon is there and refuses this client.
+            ClosedError: Closed by another thread meanwhile.
+        """
+        self._away()
+        self._probed_s = 0.0  # ask now, whenever somebody asked last
+        refused: HiSparseError | None = None
+        while True:
+            self._check_usable()
+            self._read_monitor()
+            if self._connected:
+                now_s = time.monotonic()
+                try:
+                    self._probe(now_s, min(deadline_s, now_s + _HEARTBEAT_TIMEOUT_S))
+                except NotReady as error:
+                    refused = error
+                except ServiceUnavailable as error:
+                    # The last attempt may have had no time left: why it was refused says more.
+                    refused = refused if isinstance(refused, NotReady) else error
+            else:
+                refused = None
+            if self.is_alive:
+                return
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise refused if refused is not None else self._no_answer()
+            self._changed.wait(min(left_s, _WAIT_SLICE_S))
+
+    def _no_answer(self) -> ServiceUnavailable:
+        if not self._connected:
+            return self._unavailable("no daemon listens there")
+        self.counters.add("request_timeouts")
+        return self._unavailable("no answer before the deadline")
 
     def _exchange(self, build: BuildRequest, deadline_s: float, *, closing: bool = False) -> Reply:
         if not self._usable and not closing:
@@ -434,9 +474,8 @@ class Session:
         if self._needs_hello:
             raise _SessionGone
         if time.monotonic() >= deadline_s:
-            self.counters.add("request_timeouts")
             self._away()
-            raise self._unavailable("no answer before the deadline")
+            raise self._no_answer()
 
     def _unavailable(self, what: str) -> ServiceUnavailable:
         return ServiceUnavailable(
@@ -476,6 +515,7 @@ class Session:
                 self._needs_hello = True
             else:
                 self._move(SessionState.ALIVE)
+                self._changed.notify_all()
                 self._call_owner_hand_in()
                 return
         self._away()
@@ -494,7 +534,8 @@ class Session:
             except NotReady:
                 self._needs_hello = True
                 alive()
-                if time.monotonic() + _NOT_READY_PAUSE_S >= deadline_s:
+                is_known = self.hello is not None  # then whoever waits asks again, without the lock
+                if is_known or time.monotonic() + _NOT_READY_PAUSE_S >= deadline_s:
                     raise
                 time.sleep(_NOT_READY_PAUSE_S)
             except ServiceUnavailable:
@@ -517,6 +558,7 @@ class Session:
         quiet_s = min(self._heartbeat_s * limits.MAX_QUIET_HEARTBEATS, reply.session_timeout_s / 5)
         self._quiet_heartbeat_s = max(quiet_s, self._heartbeat_s)
         self._move(SessionState.ALIVE)
+        self._changed.notify_all()
         if not is_first:
             self.counters.add("reconnects")
             self._reattach()
@@ -594,7 +636,7 @@ class Session:
         if not self.is_alive:
             self._away()
             if self._connected:
-                self._probe(now_s)
+                self._probe(now_s, now_s + _HEARTBEAT_TIMEOUT_S)
             return
         lease_ids: list[int] = []
         if self.owner is not None:
@@ -607,13 +649,17 @@ class Session:
         if lease_ids or counters_due or silent_s >= wait_s - self._heartbeat_s * 0.1:
             self._ping(lease_ids)
 
-    def _probe(self, now_s: float) -> None:
+    def _probe(self, now_s: float, deadline_s: float) -> None:
         """See whether a daemon that hangs is back, without waiting for it.
 
         Decode steps need the lock: held for each unanswered heartbeat, it cost them a second each.
+
+        Args:
+            now_s: Time now.
+            deadline_s: For a daemon that is back, to answer.
         """
         if self._needs_hello or self._socket.poll(0):
-            self._revive(now_s + _HEARTBEAT_TIMEOUT_S)
+            self._revive(deadline_s)
         elif now_s - self._probed_s >= _HEARTBEAT_TIMEOUT_S:
             self._probed_s = now_s
             request_id = self._next_id
@@ -635,7 +681,8 @@ class Session:
                 )
             except ServiceUnavailable:
                 if self._connected:
-                    self._probe(time.monotonic())
+                    now_s = time.monotonic()
+                    self._probe(now_s, now_s + _HEARTBEAT_TIMEOUT_S)
                 return
             if self.owner is not None and (part or pong.lost_device_backings):
                 self.owner.renewed(part, pong)

@@ -227,6 +227,59 @@ def test_a_request_that_may_not_wait_fails_as_soon_as_the_connection_breaks(
     daemon.start()
 
 
+def test_the_lock_is_free_while_a_request_waits_for_a_daemon_that_is_away(
+    session, daemon, monkeypatch
+):
+    """Whoever holds it around its request, for as long as it has patience, stops all others."""
+    daemon.stop()
+    wait_until(lambda: not session.is_alive)
+    original, waiting, answers = session._read_monitor, set(), []
+
+    def read_monitor():
+        waiting.add(threading.current_thread().name)
+        original()
+
+    monkeypatch.setattr(session, "_read_monitor", read_monitor)
+
+    def ask():
+        with session.lock:
+            answers.append(ping(session, timeout_s=3600))
+
+    asker = threading.Thread(target=ask, name="asker")
+    asker.start()
+    wait_until(lambda: "asker" in waiting)
+    assert session.lock.acquire(timeout=20)
+    session.lock.release()
+    with pytest.raises(ServiceUnavailable, match="away"):
+        ping(session, when_away=WhenAway.FAIL)
+    assert not answers
+    daemon.epoch = 12
+    daemon.start()
+    asker.join(20)
+    assert [answer.epoch for answer in answers] == [12]
+
+
+def test_a_successor_that_refuses_tells_whoever_waits(session, daemon):
+    daemon.stop()
+    wait_until(lambda: not session.is_alive)
+    daemon.on[Hello] = lambda _: ProtocolMismatch("1 to 1 and 7 to 9 do not meet")
+    daemon.start()
+    with pytest.raises(ProtocolMismatch):
+        ping(session, timeout_s=20)
+
+
+def test_a_successor_that_is_not_ready_is_waited_for_until_the_deadline(session, daemon):
+    daemon.stop()
+    wait_until(lambda: not session.is_alive)
+    daemon.on[Hello] = lambda _: NotReady("populating", progress=0.5)
+    daemon.start()
+    wait_until(lambda: session._connected)
+    with pytest.raises(NotReady, match="populating"):
+        ping(session, timeout_s=0.2)
+    del daemon.on[Hello]
+    ping(session, timeout_s=20)
+
+
 def test_the_background_thread_finds_a_restarted_daemon_by_itself(session, daemon, directory):
     owner = session.owner = Owner()
     daemon.stop()
