@@ -159,6 +159,8 @@ class Statistics:
     """Pages whose latent rows came back to the device."""
     restored_indexer_pages: int = 0
     invalidated_blocks: int = 0
+    damaged_hits: int = 0
+    """Found prefixes that were cut because the bytes of a block were damaged."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

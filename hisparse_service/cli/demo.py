@@ -406,6 +406,7 @@ def _exactness_checks(where: str, counters: Mapping[str, Any]) -> list[Check]:
 def _pool_check(where: str, counters: Mapping[str, Any], decode: str) -> Check:
     """Whether the pages in host memory, those that decode steps mirrored among them, are right."""
     pages, bad, rows = (counters[n] for n in ("pool_pages", "wrong_pool_pages", "mirrored_rows"))
+    withdrawn = f"; the daemon withdrew {counters['withdrawn_pages']}" if bad else ""
     by = f"{counters['graph_replays']:,} replayed graphs" if decode == "graph" else "decode steps"
     return Check(
         f"{where}: pages in the pool",
@@ -413,7 +414,7 @@ def _pool_check(where: str, counters: Mapping[str, Any], decode: str) -> Check:
         and pages > 0
         and rows > 0
         and (decode != "graph" or counters["graph_replays"] > 0),
-        f"{pages - bad:,} of {pages:,} equal; {rows:,} rows mirrored by {by}",
+        f"{pages - bad:,} of {pages:,} equal; {rows:,} rows mirrored by {by}{withdrawn}",
     )
 
 

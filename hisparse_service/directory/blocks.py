@@ -619,7 +619,6 @@ class BlockDirectory:
         assert counts.free + counts.reserved + counts.published + counts.pinned == counts.capacity
         assert not columns.readers[~standing].any()
         assert self._withdrawn == set(np.flatnonzero(withdrawn).tolist())
-        assert (columns.readers[withdrawn] + columns.children[withdrawn]).all()
         assert (columns.holder[reserved] != 0).all()
         assert not columns.holder[~reserved].any()
         assert sorted(self.index.all_blocks().tolist()) == np.flatnonzero(published).tolist()

@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Final
 from hisparse_service.contract.checksum import Verdict, block_extents, content_checksum
 from hisparse_service.contract.errors import HiSparseError
 from hisparse_service.contract.limits import MAX_BLOCKS_IN_CHECK, MIB, WITHDRAW_SLICE_BLOCKS
+from hisparse_service.contract.segment import BackingRecord
 from hisparse_service.directory.columns import BlockColumns
 from hisparse_service.directory.directory import Directory
 from hisparse_service.directory.results import Suspect, U32Array
 from hisparse_service.directory.subtree import find_below
-from hisparse_service.pool.pool import Backing, Pool
+from hisparse_service.pool.pool import Pool
 from hisparse_service.telemetry.logs import get_logger
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ class _Check:
     """One block, from its first report to the end of its withdrawal."""
 
     entry: NamespaceEntry
-    backing: Backing
+    record: BackingRecord
+    """Of the backing, and not the backing: a view of the pool would keep it open at the end."""
     pool: Pool
     directory: Directory
     columns: BlockColumns
@@ -99,7 +101,7 @@ class BlockChecks:
             return
         assert entry.backing is not None
         check = _Check(
-            entry, entry.backing, pool, directory, directory.columns(namespace_id), found,
+            entry, entry.backing.record, pool, directory, directory.columns(namespace_id), found,
             [on_verdict],
         )  # fmt: skip
         self._checks[check.key] = check
@@ -111,7 +113,8 @@ class BlockChecks:
 
     def _is_current(self, check: _Check) -> bool:
         """Whether the namespace still has the backing that was read."""
-        return check.entry.backing is check.backing
+        backing = check.entry.backing
+        return backing is not None and backing.record is check.record
 
     def _withdraw(self, check: _Check, below: tuple[U32Array, U32Array]) -> bool:
         suspect, namespace_id = check.suspect, check.entry.namespace_id
@@ -207,7 +210,7 @@ class BlockChecks:
 def _compare(check: _Check) -> Verdict:
     if check.suspect.is_record_damaged:
         return Verdict.DAMAGED
-    record = check.backing.record
+    record = check.record
     buffer = memoryview(bytearray(_READ_BYTES))
     try:
         found = content_checksum(

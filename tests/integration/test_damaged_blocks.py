@@ -31,7 +31,9 @@ from hisparse_service.contract.segment import RECORD_BYTES, BlockState
 from hisparse_service.pool.segment_file import open_existing
 from worker_client.blocks import LeaseState
 from worker_client.client import Completed
+from worker_client.coordinator import CoordinatorConfig, HiSparseCoordinator, Role
 from worker_client.damage import report_damage
+from worker_client.requests import StepWork
 
 TOKENS = tuple(range(16))
 """Four blocks."""
@@ -288,3 +290,79 @@ def test_a_damaged_record_is_withdrawn_like_a_damaged_block(three):
         lease.verify()
     assert found_blocks(b) == held.blocks.tolist()[:3]
     assert status_of(a)["statistics"]["checks"] == {"damaged": 1}
+
+
+# --- engines ------------------------------------------------------------------------------------
+
+
+def make_engine(namespace):
+    """A writer's coordinator that verifies what it finds."""
+    return HiSparseCoordinator(
+        namespace,
+        CoordinatorConfig(
+            block_size=4, num_device_blocks=64, num_resident_groups=1, num_hot_groups=1,
+            hot_blocks_per_request=1, max_num_requests=4, max_model_tokens=64, max_step_tokens=8,
+        ),
+        role=Role.WRITER, content=namespace.pool,
+    )  # fmt: skip
+
+
+def step(engine, name, tokens, *, publish=True):
+    """One step of one request; its copies complete at once."""
+    engine.prepare([StepWork(name, len(tokens))])
+    mirrors = engine.commit(name, tokens)
+    for mirror in mirrors:
+        fill(engine._service, mirror.host_block, tokens[0] + mirror.page)
+    engine.enqueued(mirrors)
+    for mirror in mirrors:
+        engine.completed(name, mirror.page)
+    return engine.publish() if publish else None
+
+
+def test_an_engine_builds_no_request_on_a_damaged_prefix(three):
+    a, _, c = three
+    engine = make_engine(a)
+    engine.admit("first", [1] * 16, max_tokens=20)
+    step(engine, "first", [1] * 8)
+    step(engine, "first", [1] * 8)
+    blocks = [page.host_block for page in engine.pages("first")]
+    engine.finish("first")
+    damage(a, blocks[2])
+    admission = engine.admit("second", [1] * 16, max_tokens=20)
+    assert admission.num_hit_tokens == 8
+    assert engine.statistics.damaged_hits == 1
+    assert len(found_blocks(c, [1] * 16)) == 2, "others are spared the finding"
+    for at in (8, 16):
+        step(engine, "second", [1] * (16 - at or 4))
+    assert len(found_blocks(c, [1] * 16)) == 4
+    engine.close()
+
+
+def test_an_engine_whose_prefix_was_withdrawn_goes_on(three):
+    a, b, _ = three
+    engine = make_engine(a)
+    for name, token in (("hurt", 1), ("well", 2), ("ending", 3)):
+        engine.admit(name, [token] * 16, max_tokens=20)
+        step(engine, name, [token] * 8)
+    for name in ("hurt", "ending"):
+        page = engine.pages(name)[0]
+        damage(a, page.host_block)
+        assert report_damage(b, [page.host_block], [page.generation]) == [Verdict.DAMAGED]
+    # All three have pages that hang below what they published, two of them below nothing now.
+    for name, token in (("hurt", 1), ("well", 2), ("ending", 3)):
+        step(engine, name, [token] * 8, publish=False)
+    engine.finish("ending")
+    for _ in range(3):
+        engine.publish()
+    assert found_blocks(b, [2] * 16) == [page.host_block for page in engine.pages("well")]
+    assert engine.num_finishing == 0, "what can be published nowhere is not waited for"
+    assert engine.lost_requests() == ["hurt"]
+    engine.preempt("hurt")
+    assert status_of(a)["withdrawn"] == 0
+    admission = engine.admit("hurt", [1] * 16, max_tokens=20)
+    assert admission.num_hit_tokens == 0
+    step(engine, "hurt", [1] * 8)
+    assert len(found_blocks(b, [1] * 8)) == 2
+    engine.check_accounting()
+    engine.close()
+    assert status_of(a)["blocks"]["reserved"] == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import psutil
 import pytest
 from helpers import SHM, wait_until
 
+import worker_client
 from hisparse_service.cli.demo import INTERRUPTED
 from hisparse_service.cli.exit_codes import CONFIG, FAILED, USAGE
 
@@ -76,6 +78,13 @@ def test_a_damaged_host_row_is_found_and_fails_the_demonstration(make_daemon):
     # One bit in 320 bytes is a last digit of one value: the computation must notice it too.
     assert any("equal bit for" in line and "rank 1" in line for line in lines), done.stdout
     assert "layer" in done.stdout  # what differed first
+    withdrawn = re.findall(r"the daemon withdrew ([0-9]+)", done.stdout)
+    assert withdrawn, done.stdout
+    with worker_client.connect(daemon.runtime_dir, client_name="test") as client:
+        (namespace,) = client.status()["namespaces"]
+        assert namespace["statistics"]["withdrawn"] >= sum(map(int, withdrawn)) > 0
+        assert namespace["statistics"]["checks"]["damaged"] > 0
+        assert namespace["withdrawn"] == 0
     assert "FAILED" in done.stdout
 
 

@@ -61,6 +61,7 @@ class RowLedger:
         checked_rows: Rows that were read from the host and compared, each layer's counted.
         wrong_rows: Those that differed.
         first_wrong: Where the first of them was, for people.
+        wrong_blocks: Host blocks with wrong bytes.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class RowLedger:
         self.checked_rows = 0
         self.wrong_rows = 0
         self.first_wrong = ""
+        self.wrong_blocks: set[int] = set()
         self._geometry = geometry
         self._choices = choices
         self._rows: dict[tuple[str, int], npt.NDArray[np.uint8]] = {}
@@ -140,6 +142,7 @@ class RowLedger:
         for layer, pages in enumerate(self._pages):
             held = pool.layer_view(layer)[torch.from_numpy(blocks)].numpy()
             wrong |= (held != pages[blocks]).any(axis=(1, 2))
+        self.wrong_blocks.update(blocks[wrong].tolist())
         return len(blocks), int(wrong.sum())
 
     def read_from_host(self, layer: int, host_slots: torch.Tensor, rows: torch.Tensor) -> None:
@@ -152,6 +155,8 @@ class RowLedger:
         wrong = (rows.numpy() != expected).any(axis=1)
         self.checked_rows += len(slots)
         count = int(wrong.sum())
+        if count:
+            self.wrong_blocks.update((slots[wrong] // size).tolist())
         if count and not self.first_wrong:
             slot = int(slots[int(np.argmax(wrong))])
             self.first_wrong = f"layer {layer}, host block {slot // size}, row {slot % size}"

@@ -26,9 +26,11 @@ import numpy as np
 import torch
 
 import worker_client
+from hisparse_service.contract.checksum import Verdict
 from hisparse_service.contract.errors import HiSparseError, UsageError
 from worker_client.client import Client, CudaUse
 from worker_client.coordinator import Role
+from worker_client.damage import report_damage
 from worker_client.events import EventDriver, TorchEventDriver
 from worker_client.integrations.demo_audit import ChoiceCheck, Choices, RowLedger, Settle
 from worker_client.integrations.demo_model import (
@@ -40,7 +42,7 @@ from worker_client.integrations.demo_model import (
     weights_digest,
 )
 from worker_client.integrations.demo_twin import DeviceTwin
-from worker_client.integrations.generation import Generator, GeneratorOptions
+from worker_client.integrations.generation import ContentChecks, Generator, GeneratorOptions
 from worker_client.integrations.transformers import DecodeMode, ModelShape, TieredModel
 
 _EQUAL_SCORES = 1e-5
@@ -103,6 +105,7 @@ class DemoWorker:
                 audit=self.audit,
                 witness=self._make_twin,
                 event_driver=_event_driver(job),
+                content=ContentChecks.ON,
             ),
         )
         self._logits: dict[str, list[np.ndarray[Any, Any]]] = {}
@@ -206,12 +209,23 @@ class DemoWorker:
             "first_wrong": self.audit.first_wrong,
             "pool_pages": pool_pages,
             "wrong_pool_pages": wrong_pages,
+            "withdrawn_pages": self._report_wrong(),
             "mirrored_rows": self.generator.statistics.mirrored_rows,
             "graph_replays": tiers.replays,
             "logits_digest": digest.hexdigest(),
             "host_blocks_in_use": self._host_blocks_in_use(),
             **(self.twin.report() if self.twin is not None else {}),
         }
+
+    def _report_wrong(self) -> int:
+        """Tell the daemon of host blocks with wrong bytes; how many nobody finds any more."""
+        blocks = np.array(sorted(self.audit.wrong_blocks), np.uint32)
+        if not len(blocks) or self.rank:  # rank 0 has looked at every page of the pool
+            return 0
+        generations = self.generator.host_pool.table["generation"][blocks]
+        verdicts = report_damage(self.namespace, blocks, generations)
+        # Those below a damaged one went with it, and are not checked again.
+        return sum(verdict in (Verdict.DAMAGED, Verdict.STALE) for verdict in verdicts)
 
     def _host_blocks_in_use(self) -> int:
         """Blocks of the namespace that hold published rows, as the daemon counts them."""

@@ -10,6 +10,7 @@ namespace. Used on the worker's compute thread only.
 
 from __future__ import annotations
 
+import enum
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -53,6 +54,15 @@ class MirrorAudit(RowAudit, Protocol):
     def ended(self, request_id: str) -> None:
         """The request computes nothing more."""
         ...
+
+
+class ContentChecks(enum.Enum):
+    """Whether the bytes of host blocks are compared with checksums: 1 ms a MB, each time."""
+
+    OFF = "off"
+    ON = "on"
+    """A writer gives what it publishes a checksum, and verifies a found prefix before it uses it.
+    What is damaged later is found by whoever looks for it the next time."""
 
 
 class StepWitness(Protocol):
@@ -141,6 +151,7 @@ class GeneratorOptions:
         audit: Sees all rows.
         witness: Makes what sees all steps.
         tracker: Tells when mirrors are complete; None for the device's own.
+        content: Whether found prefixes are verified.
         event_driver: Shares the writer's events with the other ranks (see `events.py`), which then
             ask for its blocks when they are there. None: no sharing, everything else the same.
     """
@@ -154,6 +165,7 @@ class GeneratorOptions:
     witness: Callable[[TieredModel], StepWitness] | None = None
     tracker: CompletionTracker | None = field(default=None)
     event_driver: EventDriver | None = None
+    content: ContentChecks = ContentChecks.OFF
 
 
 class Generator:
@@ -201,6 +213,7 @@ class Generator:
             ),
             role=options.role,
             progress=self._events if isinstance(self._events, PeerEvents) else None,
+            content=self.host_pool if options.content is ContentChecks.ON else None,
         )
         self._queue = MirrorQueue(
             num_units=self.tiers.num_mirror_units,

@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 
 from hisparse_service.contract.errors import CapacityError, LeaseExpired, LeaseLost, NotHeld
 from hisparse_service.directory.results import MirrorItem
+from hisparse_service.directory.subtree import find_below
 
 CAPACITY = 12
 SESSIONS = (1, 2)
@@ -48,6 +49,8 @@ class Model:
         self.reserved: dict[int, int] = {}
         """block -> lease"""
         self.published: dict[int, Published] = {}
+        self.withdrawn: set[int] = set()
+        """Damaged, or below such a block, and still read."""
         self.leases: dict[int, ModelLease] = {}
         self.uses = 0
 
@@ -57,7 +60,9 @@ class Model:
 
     @property
     def free(self) -> set[int]:
-        return set(range(1, CAPACITY + 1)) - set(self.reserved) - set(self.published)
+        return (
+            set(range(1, CAPACITY + 1)) - set(self.reserved) - set(self.published) - self.withdrawn
+        )
 
     def block_of(self, path: tuple[int, ...]) -> int:
         return next((b for b, p in self.published.items() if p.path == path), 0)
@@ -93,7 +98,10 @@ class Model:
             use = self.use()
             lease.pins -= blocks
             for block in blocks:
-                if not self.readers(block):
+                if block in self.withdrawn:
+                    if not self.readers(block):
+                        self.withdrawn.discard(block)
+                elif not self.readers(block):
                     self.published[block].use = use
 
     def end(self, lease_id: int) -> None:
@@ -283,7 +291,10 @@ class DirectoryMachine(RuleBasedStateMachine):
             expected.add(block)
         lease.reserved -= set(blocks)
         pinned = {b for b in blocks if b in lease.pins}
+        withdrawn = pinned & model.withdrawn
         model.unpin(lease, pinned)
+        expected |= withdrawn - model.withdrawn
+        pinned -= withdrawn
         for block in sorted(pinned, key=lambda b: -len(model.published[b].path)):
             path = model.published[block].path
             has_child = any(p.path[:-1] == path for p in model.published.values())
@@ -291,6 +302,38 @@ class DirectoryMachine(RuleBasedStateMachine):
                 del model.published[block]
                 expected.add(block)
         assert set(result.freed.tolist()) == expected
+
+    @rule(pick=PICK, rarely=RARELY, takes_all_at_once=st.booleans())
+    def withdraw(self, pick: int, rarely: int, takes_all_at_once: bool) -> None:
+        """A block is damaged: it goes with all below it, at once or in slices."""
+        model, directory = self.model, self.world.directory
+        if rarely > 1 or not model.published:
+            return
+        block = sorted(model.published)[pick % len(model.published)]
+        path = model.published[block].path
+        gone = {b for b, p in model.published.items() if p.path[: len(path)] == path}
+        generation = int(self.world.table["generation"][block])
+        found = find_below(directory.columns(1), block)
+        assert set(found[0].tolist()) == gone - {block}
+        for stale in (generation - 1, generation + 1):
+            assert not directory.withdraw(1, block, stale, below=found)
+        before = len(self.world.evicted())
+        nothing = found[0][:0], found[1][:0]
+        assert directory.withdraw(
+            1, block, generation, below=found if takes_all_at_once else nothing
+        )
+        for at in range(len(found[0])):  # a slice that comes too late finds nothing to do
+            self.world.check()
+            directory.withdraw_below(1, (found[0][at : at + 1], found[1][at : at + 1]))
+        directory.expire(self.world.clock.now_s)
+        assert set(self.world.evicted()[before:]) == gone
+        for each in gone:
+            del model.published[each]
+            if model.readers(each):
+                model.withdrawn.add(each)
+        for session in SESSIONS:
+            pins = {b for x in model.leases.values() if x.session == session for b in x.pins}
+            assert {b for _, b, _ in directory.lost_pins(session)} == pins & model.withdrawn
 
     @rule(num=st.integers(0, 4))
     def evict(self, num: int) -> None:
@@ -359,8 +402,10 @@ class DirectoryMachine(RuleBasedStateMachine):
         before = dict(self.model.published)
         self.world.restart()
         assert self.world.report.kept == len(before)
-        assert self.world.report.unfinished == len(self.model.reserved)
+        unfinished = len(self.model.reserved) + len(self.model.withdrawn)
+        assert self.world.report.unfinished == unfinished
         self.model.reserved.clear()
+        self.model.withdrawn.clear()
         self.model.leases.clear()
 
     # --- what always holds ------------------------------------------------------------------
@@ -374,7 +419,8 @@ class DirectoryMachine(RuleBasedStateMachine):
         pinned = sum(bool(model.readers(b)) for b in model.published)
         assert counts.free == len(model.free)
         assert counts.reserved == len(model.reserved)
-        assert counts.pinned == pinned
+        assert counts.pinned == pinned + len(model.withdrawn)
+        assert world.directory.num_withdrawn(1) == len(model.withdrawn)
         assert counts.published == len(model.published) - pinned
         for block, published in model.published.items():
             assert world.table[block]["key_low"] == int.from_bytes(
