@@ -1,6 +1,9 @@
 """Hardware counters of the kernels, read with Nsight Compute: what limits each.
 
-    python -m benchmarks.gpu.counters --out FILE [--only gather.single] [--probe]
+    python -m benchmarks.gpu.counters --out FILE [--only gather.single] [--metrics ...] [--probe]
+
+All counters together take tens of passes, and between two passes the profiler saves and restores
+the whole pool: some five seconds each for 16 GiB. A few counters take one or two.
 
 First it is found out whether `ncu` is there and may read counters, then which counters this chip
 has for PCIe, system memory and address translation; then every kernel runs once under `ncu`. The
@@ -298,7 +301,8 @@ def profile(ncu: str, options: argparse.Namespace) -> dict[str, Any]:
     told, log = options.out.with_suffix(".cases"), options.out.with_suffix(".csv")
     command = [
         ncu, "--profile-from-start", "off", "--clock-control", "none", "--csv", "--page", "raw",
-        "--force-overwrite", "--log-file", str(log), "--metrics", ",".join(chosen(names)),
+        "--force-overwrite", "--log-file", str(log),
+        "--metrics", options.metrics or ",".join(chosen(names)),
         sys.executable, "-m", "benchmarks.gpu.counters", "--out", str(told), "--workload",
         "--gib", str(options.gib), "--only", options.only,
     ]  # fmt: skip
@@ -327,6 +331,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--ncu")
     parser.add_argument("--only", default="")
     parser.add_argument("--gib", type=int, default=16)
+    parser.add_argument("--metrics", default="", help="comma-separated; all that tell by default")
     parser.add_argument("--limit-s", type=float, default=240.0)
     parser.add_argument("--probe", action="store_true", help="only what can be read")
     parser.add_argument("--workload", action="store_true", help=argparse.SUPPRESS)

@@ -136,6 +136,41 @@ def test_gather_with_many_requests_and_ranges(reference, threads: int, lists: in
     assert_same_pages(pages, expected)
 
 
+@pytest.mark.parametrize("lists", [1, 7, 8, 9, 20, 32])
+def test_gather_of_a_few_rows_by_fewer_warps_than_there_are_requests(reference, lists: int) -> None:
+    one = CopyLaunch(threads=256, unroll=4, blocks=1)
+    made = CudaBackend(DEVICE, tuning=CudaTuning(wide=one, small_batch_lists=0))
+    pages, expected, _ = pair(4, 656, 64, True, True)
+    plan = random_plan(expected, lists=lists, longest=1, seed=21)
+    plan.miss_counts.fill_(1)
+    plan.miss_device_rows[:, 0] = torch.arange(lists)
+    plan.miss_source_rows[0, 0] = -1  # padding in front hides nothing behind it
+    reference_plan = replace(plan, miss_counts=plan.miss_counts.clone())
+    reference_plan.miss_counts[0] = 0
+    reference.gather(pages=expected, plan=reference_plan)
+    made.gather(pages=pages, plan=on_gpu(plan))
+    assert_same_pages(pages, expected)
+
+
+def test_padding_among_a_few_rows_hides_nothing_behind_it(reference) -> None:
+    # 16 warps, 16 rows, 8 warps a request: those of the first go on behind its padding.
+    one = CopyLaunch(threads=512, unroll=4, blocks=1)
+    made = CudaBackend(DEVICE, tuning=CudaTuning(wide=one, small_batch_lists=0))
+    pages, expected, _ = pair(4, 656, 64, True, True)
+    plan = random_plan(expected, lists=2, longest=12, seed=22)
+    plan.miss_device_rows.copy_(torch.arange(24).view(2, 12))
+    plan.miss_source_rows.random_(64, 128)
+    plan.miss_counts.copy_(torch.tensor([12, 4]))
+    on_device = on_gpu(plan)
+    on_device.miss_source_rows[0, :4] = -1
+    for column in range(4):
+        plan.miss_source_rows[0, column] = plan.miss_source_rows[0, 4]
+        plan.miss_device_rows[0, column] = plan.miss_device_rows[0, 4]
+    reference.gather(pages=expected, plan=plan)
+    made.gather(pages=pages, plan=on_device)
+    assert_same_pages(pages, expected)
+
+
 def small_rows(**tuning):
     shape = dict(layers=1, row_bytes=16, block_size=64, interleaved=False, flat=True, seed=14)
     pages = make_pages(host_blocks=400, device_blocks=400, device=DEVICE, pinned=True, **shape)

@@ -217,12 +217,13 @@ __device__ __forceinline__ u32 sum_counts(const RowArgs& a, Lists& s, i32 first,
 constexpr i32 kFewUnroll = 8;
 
 // A few rows: one a warp, and the addresses within a row are ready before the row ids arrive. The ids
-// are read before it is known whether there are so many. Returns whether that was all.
+// are read before it is known whether there are so many. Returns whether that was all. Two warps a row
+// are slower by a tenth: both wait for the row's translation.
 template <Direction D>
 __device__ __forceinline__ bool copy_few(const RowArgs& a) {
-    if (a.counts == nullptr || a.num_lists > 32) return false;
+    const u32 lists = a.num_lists, step = gridDim.x * kWarps / max(lists, 1u);
+    if (a.counts == nullptr || lists > 32 || step == 0) return false;
     const i32 thread = threadIdx.x % 32;
-    const u32 lists = a.num_lists, step = gridDim.x * kWarps / lists;
     const u32 warp = threadIdx.x / 32 * gridDim.x + blockIdx.x;
     const u32 list = warp % lists;
     u32 index = warp / lists;
@@ -239,24 +240,24 @@ __device__ __forceinline__ bool copy_few(const RowArgs& a) {
         at_device[u] = a.device[layer] + in_layer;
     }
     if (warp_sum(count) > gridDim.x * kWarps || lanes > 32 * kFewUnroll) return false;
-    const u32 mine = __shfl_sync(kFullWarp, count, list);
-    while (index < mine) {
+    const u32 rows = __shfl_sync(kFullWarp, count, list);
+    while (index < rows) {
         uint4 data[kFewUnroll];
-        if (host < 0 || device < 0) break;
+        const i32 lanes_left = host < 0 || device < 0 ? 0 : lanes - thread;
 #pragma unroll
         for (i32 u = 0; u < kFewUnroll; ++u) {
-            if (u * 32 + thread < lanes) {
+            if (u * 32 < lanes_left) {
                 data[u] = load_lane<kUsual>(D == kToDevice ? at_host[u] + host : at_device[u] + device);
             }
         }
 #pragma unroll
         for (i32 u = 0; u < kFewUnroll; ++u) {
-            if (u * 32 + thread < lanes) {
+            if (u * 32 < lanes_left) {
                 store_lane<kUsual>(D == kToDevice ? at_device[u] + device : at_host[u] + host, data[u]);
             }
         }
         index += step;
-        if (index < mine) entry_offsets(a, list * a.list_stride + index, host, device);
+        if (index < rows) entry_offsets(a, list * a.list_stride + index, host, device);
     }
     return true;
 }
