@@ -58,6 +58,8 @@ class LeaseBook:
         )
         self._ttl_ns = int(limits.LEASE_TTL_S * 1e9)
         self._next_renewal_ns = 0
+        self.lost_pins: list[tuple[int, int, int]] = []
+        """(namespace, block, generation) that the daemon withdrew, as the last heartbeat told."""
 
     # --- which there are ------------------------------------------------------------------------
 
@@ -117,6 +119,7 @@ class LeaseBook:
 
     def renewed(self, lease_ids: list[int], pong: Pong, writers: Iterable[WriterLease]) -> None:
         """The daemon's answer to a renewal."""
+        self.lost_pins = pong.lost_pins
         lost = set(pong.lost_leases)
         for lease_id in lease_ids:
             lease = self._by_id.get(lease_id)
@@ -131,6 +134,12 @@ class LeaseBook:
                 writer.state = LeaseState.REVOKED
             elif writer.lease_id in lease_ids:
                 writer.deadline_ns = pong.lease_deadline_ns
+
+    def take_lost_pins(self, namespace_id: int) -> dict[int, int]:
+        """Block to generation of a namespace's lost pins; told again while they are pinned."""
+        own = {block: of for where, block, of in self.lost_pins if where == namespace_id}
+        self.lost_pins = [each for each in self.lost_pins if each[0] != namespace_id]
+        return own
 
     # --- release --------------------------------------------------------------------------------
 

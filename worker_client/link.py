@@ -80,6 +80,8 @@ class NamespaceLink:
         self.namespace_id = 0
         self.pool: HostPool | None = None
         self.broken: HiSparseError | None = None
+        self.given_up: set[tuple[int, int]] = set()
+        """(block, generation) that was withdrawn, and whose holder knows."""
 
     # --- requests -------------------------------------------------------------------------------
 

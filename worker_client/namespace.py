@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 import numpy.typing as npt
 
 from hisparse_service.contract import limits
+from hisparse_service.contract.checksum import Verdict
 from hisparse_service.contract.crashpoints import crash_point, declare
 from hisparse_service.contract.errors import HiSparseError, ServiceUnavailable, UsageError
 from hisparse_service.contract.geometry import HostGeometry
@@ -43,6 +44,7 @@ from hisparse_service.contract.messages import (
 from worker_client.attachment import ATTACH_TIMEOUT_S, TURN_TIMEOUT_S, Attachment
 from worker_client.blocks import BlockLease, U32Array, WriterLease, as_blocks, empty_blocks
 from worker_client.cuda_register import CudaUse, RegistrationDriver
+from worker_client.damage import report_damage
 from worker_client.device_backing import (
     CudaMemoryDriver,
     DeviceBacking,
@@ -490,6 +492,29 @@ class Namespace:
         with self._session.lock:
             lease_ids = [lease.lease_id for lease in leases if self._leases.forget(lease)]
             self._leases.release_ids([lease_id for lease_id in lease_ids if lease_id])
+
+    # --- damage ---------------------------------------------------------------------------------
+
+    def report_damage(
+        self, blocks: npt.ArrayLike, generations: npt.ArrayLike, *, timeout_s: float | None = None
+    ) -> list[Verdict]:
+        """Have the daemon check published blocks whose bytes look wrong; see `damage.py`.
+
+        Raises:
+            ServiceUnavailable: No answer before the deadline. The daemon may still carry it out.
+        """
+        return report_damage(self, blocks, generations, timeout_s=timeout_s)
+
+    def take_lost_pins(self) -> dict[int, int]:
+        """Block to generation of what this client pins and the daemon withdrew as damaged.
+
+        For processes that do not map the pool; `BlockLease.check` sees it at once. Told with each
+        heartbeat until they are unpinned. A restarted daemon is not asked for them again.
+        """
+        with self._session.lock:
+            lost = self._leases.take_lost_pins(self._link.namespace_id)
+            self._link.given_up.update(lost.items())
+            return lost
 
     # --- mirrors --------------------------------------------------------------------------------
 

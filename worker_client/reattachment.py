@@ -101,6 +101,9 @@ def _pin_again(link: NamespaceLink, lease: BlockLease) -> None:
     """All that the lease pinned, each block once, in as many messages as it takes."""
     _, first = np.unique(lease.blocks, return_index=True)
     order = np.sort(first)
+    if link.given_up:  # the next daemon has freed them
+        handles = zip(lease.blocks[order].tolist(), lease.generations[order].tolist(), strict=True)
+        order = order[[handle not in link.given_up for handle in handles]]
     for part in _slices(len(order)):
         blocks = lease.blocks[order[part]].tobytes()
         generations = lease.generations[order[part]].tobytes()

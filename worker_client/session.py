@@ -684,7 +684,7 @@ class Session:
                     now_s = time.monotonic()
                     self._probe(now_s, now_s + _HEARTBEAT_TIMEOUT_S)
                 return
-            if self.owner is not None and (part or pong.lost_device_backings):
+            if self.owner is not None and (part or pong.lost_device_backings or pong.lost_pins):
                 self.owner.renewed(part, pong)
         self._counters_sent_s = time.monotonic()
         self._heartbeat_reply_s = self._last_reply_s

@@ -292,6 +292,18 @@ def test_a_damaged_record_is_withdrawn_like_a_damaged_block(three):
     assert status_of(a)["statistics"]["checks"] == {"damaged": 1}
 
 
+def test_the_heartbeat_tells_the_owner_what_it_lost(three):
+    a, b, _ = three
+    held = write_prefix(a, chain_of(a, *TOKENS))
+    damage(a, held.blocks[2])
+    assert report_damage(b, held.blocks[2:3], held.generations[2:3]) == [Verdict.DAMAGED]
+    lost = wait_until(a.take_lost_pins)
+    expected = zip(held.blocks[2:].tolist(), held.generations[2:].tolist(), strict=True)
+    assert lost == dict(expected)
+    assert not b.take_lost_pins()
+    held.release()
+
+
 # --- engines ------------------------------------------------------------------------------------
 
 
