@@ -11,6 +11,7 @@ from real_daemon import running_daemon, wait_until
 from hisparse_service.contract.errors import ServiceUnavailable
 from hisparse_service.contract.geometry import HostGeometry, HostLayout, LayerGroup
 from worker_client import connect
+from worker_client.client import Completed
 from worker_client.integrations.vllm import host_blocks
 from worker_client.integrations.vllm.host_blocks import HostBlocks, Publication
 from worker_client.integrations.vllm.settings import WhenAway
@@ -206,3 +207,53 @@ def test_with_fail_a_long_absence_is_an_error(daemon, make_host):
             return "traffic" in error.remedy
 
     wait_until(gave_up, "gave up")
+
+
+def checked_prefix(host: HostBlocks, *names: int) -> tuple[list[int], list[int]]:
+    """Blocks with checksums, as an engine publishes them that maps the pool, and generations."""
+    namespace = host.namespace
+    lease = namespace.reserve(len(names))
+    blocks, generations = lease.reserved_blocks, lease.reserved_generations
+    namespace.mirror(
+        completed=[
+            Completed(
+                lease=lease, blocks=blocks, generations=generations, keys=keys(host, *names),
+                checksums=namespace.require_pool().checksum(blocks),
+            )
+        ]
+    )  # fmt: skip
+    lease.release()
+    return blocks.tolist(), generations.tolist()
+
+
+def test_rows_that_are_wrong_are_reported_before_they_are_let_go(make_host):
+    first, second, third = make_host(), make_host(), make_host()
+    blocks, _ = checked_prefix(third, 1, 2, 3)
+    for host in (first, second):
+        assert host.lookup(keys(host, 1, 2, 3)) == blocks
+    first.namespace.require_pool().layer_view(0)[blocks[1], 0, 0] ^= 1
+    assert first.forget(blocks[1:2]) == blocks[1:2]
+    assert third.lookup(keys(third, 1, 2, 3)) == blocks[:1], "though the second engine reads it"
+    lost = wait_until(second.take_withdrawn)
+    assert lost == set(blocks[1:])
+    assert not second.take_withdrawn(), "each is told once"
+    assert second.forget(blocks[1:]) == blocks[1:]
+    first.unpin(blocks[:1])
+    first.forget(blocks[2:])
+    (namespace,) = first.namespace.client.status()["namespaces"]
+    assert namespace["withdrawn"] == 0
+
+
+def test_an_engine_that_holds_a_withdrawn_block_survives_a_restart_of_the_daemon(daemon, make_host):
+    host, other = make_host(), make_host()
+    blocks, generations = checked_prefix(other, 1, 2, 3)
+    assert host.lookup(keys(host, 1, 2, 3)) == blocks
+    host.namespace.require_pool().layer_view(0)[blocks[2], 0, 0] ^= 1
+    other.namespace.report_damage(blocks[2:], generations[2:])
+    assert wait_until(host.take_withdrawn) == {blocks[2]}
+    daemon.kill()
+    daemon.start()
+    wait_until(lambda: host.namespace.is_daemon_there and other.namespace.is_daemon_there)
+    assert host.take_lost() == set(), "its lease is good"
+    assert host.lookup(keys(host, 1, 2, 3)) == blocks[:2]
+    host.unpin(blocks[:2])

@@ -255,6 +255,9 @@ class ServiceBlockPool(SharedEventQueueBlockPool):  # type: ignore[misc]
         """
         self._asked.clear()
         self._drop_lost()
+        withdrawn = self.host.take_withdrawn()
+        if withdrawn:
+            self.evict_blocks(withdrawn)
         self.host.flush_publications()
         self._idle |= self.host.take_loose()
         self._let_idle_go()

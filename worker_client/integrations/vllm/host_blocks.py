@@ -106,6 +106,8 @@ class HostBlocks:
         """Blocks of publications whose answer is outstanding."""
         self._unpublished: set[int] = set()
         """Held blocks whose children cannot be published either."""
+        self._withdrawn: set[int] = set()
+        """Pinned blocks that the daemon took away from everybody."""
         self._loose: set[int] = set()
         """Pinned blocks that maybe nobody needs."""
         self._returns: collections.deque[tuple[int, int]] = collections.deque()
@@ -249,7 +251,9 @@ class HostBlocks:
         """Let published blocks go whose rows are wrong: nobody shall find them again.
 
         Returns those that went; none while the daemon is away: they are to be asked for again.
-        A block that another engine reads stays published.
+        The daemon is told first, and takes away from everybody what it finds damaged itself. A
+        block that has no checksum, which is what this engine publishes, stays published as long as
+        another engine reads it.
         """
         pinned = [block for block in blocks if block in self.pinned]
         if pinned:
@@ -263,6 +267,7 @@ class HostBlocks:
             if time.monotonic() < self._forget_from_s:
                 return ()
             try:
+                self._report(pinned)
                 self.namespace.free(self._lease, pinned)
             except ServiceUnavailable:
                 return ()
@@ -270,6 +275,37 @@ class HostBlocks:
                 logger.warning("hisparse-service: %s", error)
             self._forget(pinned)
         return blocks
+
+    def _report(self, blocks: Sequence[int]) -> None:
+        with contextlib.suppress(UsageError):  # what it is said of is let go in any case
+            self.namespace.report_damage(
+                blocks, [self._generations[block] for block in blocks],
+                timeout_s=_ANSWER_TIMEOUT_S,
+            )  # fmt: skip
+
+    def take_withdrawn(self) -> set[int]:
+        """Pinned blocks that the daemon found damaged since the last call: no hits any more.
+
+        Requests that read them already go on: they stay pinned, so that they are nobody else's,
+        until `forget` lets them go.
+        """
+        lost = self.namespace.take_lost_pins()
+        if not lost:
+            return set()
+        held = {block for block, of in lost.items() if self._generations.get(block) == of}
+        for block in lost.keys() - held:  # of a lookup that they were cut from
+            with contextlib.suppress(ServiceUnavailable, UsageError, LeaseError):
+                self.namespace.unpin(self._lease, [block], timeout_s=_ANSWER_TIMEOUT_S)
+        new = held - self._withdrawn
+        if new:
+            logger.error(
+                "hisparse-service: %d published blocks were found damaged (the first is %d); "
+                "requests that read them may have wrong results",
+                len(new), min(new),
+            )  # fmt: skip
+        self._withdrawn |= new
+        self.distrust(new)
+        return new
 
     def evict_unused(self) -> None:
         """Every published block of the namespace that nobody reads goes, other engines' too."""
@@ -377,6 +413,7 @@ class HostBlocks:
 
     def _forget(self, blocks: Sequence[int]) -> None:
         self.pinned.difference_update(blocks)
+        self._withdrawn.difference_update(blocks)
         self._unpublished.difference_update(blocks)  # the ids come back with other content
         for block in blocks:
             self._generations.pop(block, None)
