@@ -277,7 +277,7 @@ def _sample_metrics(make: Callable[[], Any]) -> Any:
         "namespaces": [
             {
                 "namespace": 1, "name": "", "layout": "", "block_size": 64, "blocks": {"free": 1},
-                "statistics": _Ones(refusals={"CapacityError": 1}),
+                "statistics": _Ones(refusals={"CapacityError": 1}, checks={"damaged": 1}),
             }
         ],
     }  # fmt: skip

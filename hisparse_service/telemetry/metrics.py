@@ -200,6 +200,10 @@ _NAMESPACE_COUNTERS: Final = {
     "evictions": ("hisparse_blocks_evicted", "Blocks evicted"),
     "freed": ("hisparse_blocks_freed", "Published blocks given up by their reader"),
     "abandoned": ("hisparse_blocks_abandoned", "Unpublished blocks that returned"),
+    "withdrawn": (
+        "hisparse_blocks_withdrawn",
+        "Published blocks taken away from everybody: damaged, or below such a block",
+    ),
     "leases_granted": ("hisparse_leases_granted", "Leases granted"),
     "leases_expired": ("hisparse_leases_expired", "Leases whose deadline passed"),
 }
@@ -240,6 +244,10 @@ def _namespace_metrics(namespaces: list[dict[str, Any]]) -> Iterator[Metric]:
     refusals = CounterMetricFamily(
         "hisparse_refusals", "Requests refused, by reason", labels=["namespace", "code"]
     )
+    checks = CounterMetricFamily(
+        "hisparse_block_checks", "Blocks that readers reported as damaged, by what was found",
+        labels=["namespace", "verdict"],
+    )  # fmt: skip
     for namespace in namespaces:
         key = str(namespace["namespace"])
         name, layout = str(namespace.get("name", "")), str(namespace.get("layout", ""))
@@ -256,7 +264,9 @@ def _namespace_metrics(namespaces: list[dict[str, Any]]) -> Iterator[Metric]:
         held["registrations_waiting"].add_metric([key], namespace.get("registering", 0))
         for code, count in sorted(namespace["statistics"].get("refusals", {}).items()):
             refusals.add_metric([key, code], count)
-    yield from (info, blocks, block_bytes, *held.values(), refusals)
+        for verdict, count in sorted(namespace["statistics"].get("checks", {}).items()):
+            checks.add_metric([key, verdict], count)
+    yield from (info, blocks, block_bytes, *held.values(), refusals, checks)
     for field_name, (name, text) in _NAMESPACE_COUNTERS.items():
         family = CounterMetricFamily(name, text, labels=["namespace"])
         for namespace in namespaces:

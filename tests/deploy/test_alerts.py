@@ -386,6 +386,26 @@ def test_blocks_corrupt(watch: Watch) -> None:
     watched.fires("HisparseBlocksCorrupt")
 
 
+def test_blocks_damaged(watch: Watch) -> None:
+    watched = watch()
+    with watched.daemon.client() as client:
+        namespace = client.open(16)
+
+        def read_damage() -> None:
+            got = client.ask(m.BlocksReply, m.Reserve, namespace, 0, 1)
+            item = m.CompletedItem(
+                got.lease_id, 0, 0, got.blocks, got.generations, keys_of(next(numbers)),
+                (1).to_bytes(8, "little"),
+            )  # fmt: skip
+            client.ask(m.MirrorReply, m.MirrorBatch, namespace, KEY_SPACE, [], [item])
+            client.ask(m.DamageReply, m.ReportDamage, namespace, got.blocks, got.generations)
+            client.ask(m.Done, m.ReleaseLeases, [got.lease_id])
+
+        numbers = itertools.count(100)
+        read_damage()
+        watched.fires("HisparseBlocksDamaged", meanwhile=read_damage)
+
+
 def test_cuda_registration_failed(watch: Watch) -> None:
     if os.path.exists("/dev/nvidiactl"):
         pytest.skip("this machine has a GPU: registration works")

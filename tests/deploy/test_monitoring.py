@@ -136,6 +136,10 @@ FIRING: dict[str, tuple[list[tuple[str, str]], int]] = {
     "HisparseBlocksCorrupt": (
         [(f'hisparse_adopted_blocks{{outcome="corrupt",{JOB}}}', "_ _ _ 1x60")], 3,
     ),
+    "HisparseBlocksDamaged": (
+        [(f'hisparse_block_checks_total{{verdict="damaged",namespace="1",{JOB}}}', "0 0 0 1x60")],
+        3,
+    ),
     "HisparseCudaRegistrationFailed": (
         [(f'hisparse_cuda_child_state{{state="failed",{JOB}}}', "1x60")], 1,
     ),
