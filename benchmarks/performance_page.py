@@ -371,6 +371,7 @@ def table_other(results: Results) -> list[str]:
         r"overhead\..*",
         r"beside_product\..*",
         r"translation\..*",
+        r"counters\..*",
     )
     rows = [
         (f"`{name}`", number(figure["value"]), figure["unit"], results.run_of(figure))

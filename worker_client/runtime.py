@@ -872,7 +872,7 @@ def enable_prefetch(
         lane: Where copies run; by default a side stream on CUDA, else in place.
         overlap: Of copies that only followers read. By default they take what a copy that is waited
             for takes: with 64 requests the few multiprocessors of `Overlap.COMPUTE` made a step
-            12 to 15 % longer, with 16 it was 1 % longer or 4 % shorter (docs/performance.md).
+            11 to 13 % longer, with 16 about 1 % (docs/performance.md).
 
     Returns:
         The lane, shared by all groups.

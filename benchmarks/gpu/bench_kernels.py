@@ -44,6 +44,7 @@ from benchmarks.gpu.workloads import (
     GIB,
     Pool,
     device_pages,
+    flush_l2,
     l2_aside,
     median,
     time_us,
@@ -236,6 +237,7 @@ def bench_staging(report: Report, backend: CudaBackend, pool: Pool) -> None:
             lambda i, slots=slots, out=out: backend.stage(
                 pages=pages, host_slots=slots[i], out=out
             ),
+            before=lambda _: flush_l2() if MODE.flush else None,
             repeats=15,
             warm=21,
         )

@@ -7,8 +7,8 @@ the whole pool: some five seconds each for 16 GiB. A few counters take one or tw
 
 First it is found out whether `ncu` is there and may read counters, then which counters this chip
 has for PCIe, system memory and address translation; then every kernel runs once under `ncu`. The
-file holds the counters of each launch beside the bytes that it had to move. Nothing is reset, and
-clocks are left alone. `ncu` runs each kernel several times with the caches emptied before, so times
+file has a figure for each launch: its time, the bytes that it had to move, and the counters.
+Nothing is reset, and clocks are left alone. `ncu` empties the caches before each pass, so times
 here are not those of `bench_kernels`.
 """
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import datetime
 import json
 import os
 import re
@@ -25,7 +26,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from worker_client.kernels.interface import GroupPages, ResolvePlan
@@ -284,45 +285,49 @@ def number(text: str) -> float | str:
         return text
 
 
-def merge(seen: list[dict[str, Any]], launches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Launches beside their cases: one launch each, in order."""
-    return [case | launch for case, launch in zip(seen, launches, strict=False)]
+TIME: Final = "gpu__time_duration.sum"
 
 
-def profile(ncu: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Everything, as far as it goes."""
-    result: dict[str, Any] = {"ncu": probe(ncu)}
-    print(f"counters can be read: {result['ncu']}", flush=True)
+def figures(
+    seen: list[dict[str, Any]], launches: list[dict[str, Any]], metrics: list[str]
+) -> list[dict[str, Any]]:
+    """Figures of the launches beside their cases: one launch each, in order."""
+    made = []
+    for case, launch in zip(seen, launches, strict=False):
+        read = {name: launch["counters"][name] for name in metrics if name in launch["counters"]}
+        parameters = {"bytes": case["bytes"], "kernel": launch["kernel"]}
+        parameters |= {name.replace(".", "_"): each["value"] for name, each in read.items()}
+        time = read.get(TIME, {}).get("value")
+        us = time / 1000 if isinstance(time, float) else None
+        name = f"counters.{case['case']}"
+        made.append({"name": name, "value": us, "unit": "us", "parameters": parameters})
+    return made
+
+
+def profile(ncu: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Everything, as far as it goes. What else the profiler says is printed."""
+    print(f"counters can be read: {probe(ncu)}", flush=True)
     names = names_of_chip(ncu)
-    result["counters_of_the_way_to_host_memory"] = sorted(n for n in names if TELLING.search(n))
-    print(f"{len(names)} counters on this chip", flush=True)
+    print(f"{len(names)} counters on this chip, of the way to host memory:", flush=True)
+    print(*sorted(name for name in names if TELLING.search(name)))
     if options.probe:
-        return result
+        return []
+    metrics = [each for each in options.metrics.split(",") if each] or chosen(names)
     told, log = options.out.with_suffix(".cases"), options.out.with_suffix(".csv")
     command = [
         ncu, "--profile-from-start", "off", "--clock-control", "none", "--csv", "--page", "raw",
-        "--force-overwrite", "--log-file", str(log),
-        "--metrics", options.metrics or ",".join(chosen(names)),
+        "--print-units", "base", "--force-overwrite", "--log-file", str(log),
+        "--metrics", ",".join({TIME, *metrics}),
         sys.executable, "-m", "benchmarks.gpu.counters", "--out", str(told), "--workload",
         "--gib", str(options.gib), "--only", options.only,
     ]  # fmt: skip
     code, said = run(command, options.limit_s)
     text = log.read_text(errors="replace") if log.exists() else ""
     seen = json.loads(told.read_text()) if told.exists() else []
-    result["exit"] = code
-    result["said"] = (said + "\n".join(x for x in text.splitlines() if x.startswith("==")))[-3000:]
-    result["launches"] = merge(seen, parse_csv(text))
+    print(f"ncu ended with {code}", said[-1500:], flush=True)
     for path in (told, log):
         path.unlink(missing_ok=True)
-    return result
-
-
-def print_summary(result: dict[str, Any]) -> None:
-    """Time, bytes and what waited, one line a launch."""
-    for launch in result.get("launches", []):
-        counters = {k: v["value"] for k, v in launch["counters"].items()}
-        shown = {k.split(".")[0].split("__")[-1]: v for k, v in counters.items() if v}
-        print(f"{launch['case']:34s} {launch['bytes']:>12,} B {shown}", flush=True)
+    return figures(seen, parse_csv(text), [TIME, *metrics])
 
 
 def main(arguments: list[str]) -> int:
@@ -331,6 +336,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--ncu")
     parser.add_argument("--only", default="")
     parser.add_argument("--gib", type=int, default=16)
+    parser.add_argument("--commit", default="")
     parser.add_argument("--metrics", default="", help="comma-separated; all that tell by default")
     parser.add_argument("--limit-s", type=float, default=240.0)
     parser.add_argument("--probe", action="store_true", help="only what can be read")
@@ -340,13 +346,25 @@ def main(arguments: list[str]) -> int:
         workload(options.out, options.gib, tuple(filter(None, options.only.split(","))))
         return 0
     try:
-        result = profile(find_ncu(options.ncu), options)
+        made = profile(find_ncu(options.ncu), options)
     except NoCountersError as error:
-        result = {"error": str(error)}
         print(error, flush=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
-    print_summary(result)
-    return 1 if "error" in result else 0
+        return 1
+    import torch
+
+    from benchmarks import report
+    from benchmarks.gpu.workloads import driver_version
+
+    common = {
+        "device": torch.cuda.get_device_name(0),
+        "driver": driver_version(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": options.commit or report.commit(),
+    }
+    options.out.write_text(json.dumps([each | common for each in made], indent=1) + "\n")
+    for each in made:
+        print(f"{each['name']:34s} {each['value']} {each['unit']} {each['parameters']}", flush=True)
+    return 0
 
 
 if __name__ == "__main__":

@@ -147,18 +147,25 @@ def test_the_sample_for_the_sanitizer_names_tests_that_exist() -> None:
 
 
 def test_counters_are_read_from_what_the_profiler_prints() -> None:
-    from benchmarks.gpu.counters import chosen, merge, parse_csv
+    from benchmarks.gpu.counters import TIME, chosen, figures, parse_csv
 
     said = """==PROF== Profiling "hs_resolve" - 0: 0%....100% - 5 passes
-"ID","Kernel Name","Block Size","dram__bytes_read.sum","gpu__time_duration.sum"
-"","","","Mbyte","us"
-"0","hs_resolve","(1024, 1, 1)","1,234.5","n/a"
+"ID","Kernel Name","Block Size","dram__bytes_read.sum","gpu__time_duration.sum","lts__t.sum"
+"","","","byte","ns",""
+"0","hs_resolve","(1024, 1, 1)","1,234.5","12,500","n/a"
+"1","hs_rows_to_device","(512, 1, 1)","7","n/a","1"
 ==PROF== Disconnected
 """
-    (launch,) = merge([{"case": "resolve", "bytes": 0}], parse_csv(said))
-    assert launch["kernel"] == "hs_resolve"
-    assert launch["counters"]["dram__bytes_read.sum"] == {"value": 1234.5, "unit": "Mbyte"}
-    assert launch["counters"]["gpu__time_duration.sum"]["value"] == "n/a"
+    seen = [{"case": "resolve", "bytes": 0}, {"case": "gather", "bytes": 656}]
+    wanted = [TIME, "dram__bytes_read.sum", "lts__t.sum", "not__there.sum"]
+    resolve, gather = figures(seen, parse_csv(said), wanted)
+    assert (resolve["name"], resolve["value"], resolve["unit"]) == ("counters.resolve", 12.5, "us")
+    assert resolve["parameters"] == {
+        "bytes": 0, "kernel": "hs_resolve", "gpu__time_duration_sum": 12_500.0,
+        "dram__bytes_read_sum": 1234.5, "lts__t_sum": "n/a",
+    }  # fmt: skip
+    assert gather["value"] is None
+    assert gather["parameters"]["kernel"] == "hs_rows_to_device"
     names = {"dram__bytes_read", "gpcmmu__hits"}
     assert chosen(names) == ["dram__bytes_read.sum", "gpcmmu__hits.sum"]
 
