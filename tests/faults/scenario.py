@@ -19,6 +19,7 @@ import numpy.typing as npt
 from helpers import FINGERPRINT, KEY_SPACE, SHM, DaemonProcess, RawClient, keys_of, wait_until
 
 from hisparse_service.contract import messages as m
+from hisparse_service.contract.checksum import Verdict
 from hisparse_service.contract.errors import ConfigError, UsageError
 from hisparse_service.contract.geometry import (
     HostGeometry,
@@ -185,7 +186,17 @@ class Scenario:
         self.ask(client, m.Done, m.ReleaseLeases, [lease, found.lease_id])
 
     def crowd_out(self, client: RawClient, namespace: int) -> None:
-        """Other prefixes, one freed, one evicted by need."""
+        """Other prefixes, one damaged, one freed, one evicted by need."""
+        bad = self.ask(client, m.BlocksReply, m.Reserve, namespace, 0, 1)
+        item = m.CompletedItem(
+            bad.lease_id, 0, 0, bad.blocks, bad.generations, keys_of(40), bytes(range(8))
+        )  # with a checksum that cannot be right
+        self.mirror(client, namespace, completed=[item])
+        found = self.ask(
+            client, m.DamageReply, m.ReportDamage, namespace, bad.blocks, bad.generations
+        )
+        assert found.verdicts == bytes([Verdict.DAMAGED])
+        self.ask(client, m.Done, m.ReleaseLeases, [bad.lease_id])
         keys = keys_of(50, 51)
         got = self.ask(client, m.BlocksReply, m.Reserve, namespace, 0, 2)
         item = m.CompletedItem(got.lease_id, 0, 0, got.blocks, got.generations, keys)
