@@ -31,7 +31,7 @@ from hisparse_service.server.dispatch import (
     SendResult,
 )
 from hisparse_service.server.events import EventPublisher
-from hisparse_service.server.state import Phase, ServerOptions, ServerState
+from hisparse_service.server.state import AwaitsHelper, Phase, ServerOptions, ServerState
 from hisparse_service.server.transport import ConnectionChange
 from hisparse_service.telemetry.metrics import ServerMetrics
 from hisparse_service.telemetry.recorder import TraceRecorder
@@ -331,6 +331,80 @@ def test_requests_of_one_session_stay_in_order_behind_a_long_one(
     world.run_waiting()
     # CountedWork answers with id 1; ping overtakes, the reservation does not.
     assert [request_id for _, request_id in world.order()] == [3, 1, 2, 1]
+
+
+class ParkedWork(AwaitsHelper):
+    """A request that waits until the test answers in the helper's place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cancelled = False
+
+    def answer(self) -> None:
+        self.is_ready = True
+        self.resume()
+
+    def finish(self, now_s: float) -> m.Reply:  # noqa: ARG002
+        return m.Done(1, EPOCH)
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+@pytest.fixture
+def parked(world: World, namespace: int, monkeypatch: pytest.MonkeyPatch) -> list[ParkedWork]:
+    """Makes ReportDamage wait for the test."""
+    made: list[ParkedWork] = []
+
+    def handler(state: Any, client: Any, request: m.ReportDamage, now_s: float) -> ParkedWork:
+        made.append(ParkedWork())
+        return made[-1]
+
+    monkeypatch.setitem(dispatch.ROUTES, m.ReportDamage, Route(handler, dispatch.Needs.WORKER))
+    return made
+
+
+def test_i7_what_waits_for_a_helper_keeps_the_loop_from_nothing(
+    world: World, namespace: int, parked: list[ParkedWork]
+) -> None:
+    world.hello(b"a", connection_fd=5)
+    world.hello(b"b", connection_fd=6)
+    world.replies.clear()
+    world.send(b"a", m.ReportDamage, namespace, b"", b"", request_id=1)
+    world.send(b"a", m.Reserve, namespace, 0, 1, request_id=2)
+    world.send(b"a", m.Ping, request_id=3)
+    world.send(b"b", m.Reserve, namespace, 0, 1, request_id=4)
+    assert not world.dispatcher.waiting, "the loop sleeps"
+    assert world.order() == [(b"a", 3), (b"b", 4)]
+    parked[0].answer()
+    world.run_waiting()
+    assert world.order()[2:] == [(b"a", 1), (b"a", 2)]
+
+
+def test_a_request_behind_another_one_is_parked_when_its_turn_comes(
+    world: World, namespace: int, parked: list[ParkedWork], works: dict[bytes, Any]
+) -> None:
+    world.hello(b"a")
+    world.replies.clear()
+    world.send(b"a", m.Evict, namespace, 3)
+    world.send(b"a", m.ReportDamage, namespace, b"", b"")
+    world.run_waiting()
+    assert len(parked) == 1
+    assert len(world.order()) == 1
+    parked[0].answer()
+    world.run_waiting()
+    assert len(world.order()) == 2
+
+
+def test_a_session_that_ends_while_a_helper_works_for_it_is_not_stepped(
+    world: World, namespace: int, parked: list[ParkedWork]
+) -> None:
+    world.hello(b"a")
+    world.send(b"a", m.ReportDamage, namespace, b"", b"")
+    assert isinstance(world.ask(b"a", m.Bye), m.Done)
+    assert parked[0].cancelled
+    parked[0].answer()
+    assert not world.dispatcher.waiting
 
 
 def test_waiting_requests_are_bounded_in_number(
