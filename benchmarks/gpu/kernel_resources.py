@@ -10,24 +10,24 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from worker_client.kernels import cuda
+from worker_client.kernels import launches
 from worker_client.kernels.compile import ARCHITECTURES, KernelCompiler
 
 
 def main(path: Path) -> None:
-    tuning = cuda.CudaTuning()
+    tuning = launches.CudaTuning()
     specs = [
-        cuda.resolve_spec(threads=1024),
-        cuda.resolve_spec(threads=512),
-        cuda.resolve_spec(
+        launches.resolve_spec(threads=1024),
+        launches.resolve_spec(threads=512),
+        launches.resolve_spec(
             threads=1024, wide_keys=True, global_hash=True, wide_rows=True, power_of_two=False
         ),
-        cuda.copy_spec(tuning.wide, sorts=False),
-        cuda.copy_spec(tuning.sorted, sorts=True),
-        cuda.copy_spec(tuning.wide_beside, sorts=False),
-        cuda.copy_spec(tuning.sorted_beside, sorts=True),
-        cuda.copy_spec(tuning.blocks, sorts=False, power_of_two=False),
-        cuda.state_spec(),
+        launches.copy_spec(tuning.wide, sorts=False),
+        launches.copy_spec(tuning.sorted, sorts=True),
+        launches.copy_spec(tuning.wide_beside, sorts=False),
+        launches.copy_spec(tuning.sorted_beside, sorts=True),
+        launches.copy_spec(tuning.blocks, sorts=False, power_of_two=False),
+        launches.state_spec(),
     ]
     compiler = KernelCompiler(None)
     rows = [

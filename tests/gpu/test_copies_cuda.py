@@ -11,8 +11,9 @@ from gpu_cases import make_pages
 
 from benchmarks.gpu.workloads import l2_aside
 from hisparse_service.contract.errors import UsageError
-from worker_client.kernels.cuda import MAX_SORTS, CopyLaunch, CudaBackend, CudaTuning
+from worker_client.kernels.cuda import CopyLaunch, CudaBackend, CudaTuning
 from worker_client.kernels.interface import GroupPages, allocate_plan
+from worker_client.kernels.sorting import MAX_SORTS
 
 DEVICE = torch.device("cuda:0")
 

@@ -1,7 +1,7 @@
 // Types and helpers of all kernels. Compiled by NVRTC: no standard headers.
 //
 // Row and byte arithmetic is 64-bit everywhere (a pool may hold more than 2^31 rows). Argument
-// structures are mirrored in cuda.py; their sizes are asserted on both sides.
+// structures are mirrored in launches.py; their sizes are asserted on both sides.
 #pragma once
 
 using i32 = int;

@@ -65,8 +65,8 @@ struct BlockArgs {
     i32 adjacent_layers;     // layers whose rows lie side by side in host memory: all, or 1
 };
 
-static_assert(sizeof(RowArgs) == HS_SIZEOF_ROWS, "mirrored in cuda.py");
-static_assert(sizeof(BlockArgs) == HS_SIZEOF_BLOCKS, "mirrored in cuda.py");
+static_assert(sizeof(RowArgs) == HS_SIZEOF_ROWS, "mirrored in launches.py");
+static_assert(sizeof(BlockArgs) == HS_SIZEOF_BLOCKS, "mirrored in launches.py");
 
 enum Direction { kToDevice, kToHost };
 
@@ -172,7 +172,7 @@ struct Lists {
     u32 bins[kBins + 1];  // entries in bins before; the next free place of a bin while they are placed
     u32 own[kWarps][kOwn];  // entries of this block's bins, found by a warp and not placed yet
 };
-static_assert(sizeof(Lists) <= HS_LIST_BYTES, "dynamic shared memory, see cuda.py");
+static_assert(sizeof(Lists) <= HS_LIST_BYTES, "dynamic shared memory, see launches.py");
 static_assert(kBins % kThreads == 0, "bins of a thread");
 
 // Where a row is copied from and to, in bytes from the start of a layer's pages.
@@ -187,7 +187,7 @@ struct SortControl {
     u32 cursors[kMaxRanges];  // units of a range that somebody has taken
     u32 ended;
 };
-static_assert(sizeof(SortControl) <= HS_CONTROL_BYTES, "see cuda.py");
+static_assert(sizeof(SortControl) <= HS_CONTROL_BYTES, "see launches.py");
 
 __device__ __forceinline__ i32 batch_rows(const RowArgs& a, i32 layers, i64 rows, i64 warps) {
     const i32 most = min(32, max(1, 32 * kUnroll / (layers * a.row_lanes)));

@@ -23,10 +23,10 @@ import torch
 
 from hisparse_service.contract import limits
 from hisparse_service.contract.errors import DeviceError, GeometryError, UsageError
+from worker_client.kernels.addresses import Layers, layers_of
 from worker_client.kernels.compile import KernelCompiler, KernelSpec, default_cache_directory
 from worker_client.kernels.interface import (
     GroupPages,
-    HostLayout,
     HotState,
     Overlap,
     ResidencyTables,
@@ -38,9 +38,27 @@ from worker_client.kernels.interface import (
     check_step,
     check_tensor,
 )
-
-MAX_LAYERS_A_LAUNCH: Final = 32
-"""Layers whose addresses fit the arguments of one launch; larger groups take several."""
+from worker_client.kernels.launches import (
+    ADDRESS_BINS,
+    MAX_LAYERS_A_LAUNCH,
+    MAX_SORTING_BLOCKS,
+    NEVER,
+    STATE_THREADS,
+    BlockArgs,
+    CopyLaunch,
+    CudaTuning,
+    InvalidateArgs,
+    ResetArgs,
+    ResolveArgs,
+    RowArgs,
+    copy_spec,
+    list_bytes,
+    power_of_two_shift,
+    resolve_spec,
+    state_spec,
+)
+from worker_client.kernels.sorting import SortingMemory
+from worker_client.kernels.tables import TableLayout, padded_lanes, plan_tables
 
 MAX_CACHED_HOT_BLOCKS: Final = 1_024
 NARROW_KEY_ROWS: Final = 2**32 - 1
@@ -49,358 +67,9 @@ NARROW_KEY_ROWS: Final = 2**32 - 1
 HINT_BYTES: Final = 16
 """Front of a request's workspace: the age class at which its last victims were cut."""
 
-ADDRESS_BINS: Final = 8_192
-"""Runs of host blocks that rows are sorted by (kBins of copy.cu)."""
-
-MAX_SORTING_BLOCKS: Final = 32
-"""Thread blocks of a launch that sorts (kMaxRanges of copy.cu)."""
-
-CONTROL_BYTES: Final = 512
-"""What the thread blocks of such a launch share (SortControl of copy.cu), and a bit of room."""
-
-MAX_SORTS: Final = 4_096
-"""Launches that sort and were captured in graphs, and streams that sort, each with its own control.
-Whoever comes later copies its rows in the order of the plan."""
-
-SORTED_ROW_BYTES: Final = 16
-
-OWN_ENTRIES: Final = 768
-"""Entries that a warp holds before it places them (kOwn of copy.cu)."""
-
-_NEVER: Final = 2**31 - 1
 _RESERVED_SHARED_BYTES: Final = 1_024
-_MIN_TABLE_FACTOR: Final = 1.25
 
 __all__ = ["CopyLaunch", "CudaBackend", "CudaTuning"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class CopyLaunch:
-    """Size of a launch that copies. Few blocks: the link is slow, and the rest computes.
-
-    Attributes:
-        threads: Threads of a block: 256, 512 or 1,024.
-        unroll: 16-byte loads in flight for each thread.
-        blocks: Thread blocks.
-    """
-
-    threads: int
-    unroll: int
-    blocks: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class CudaTuning:
-    """Sizes of the launches.
-
-    The defaults come from sweeps on an H200 (benchmarks/gpu).
-
-    Attributes:
-        resolve_threads: Threads of a block; None = 1,024, or 512 (two blocks a multiprocessor)
-            where there are more requests than multiprocessors.
-        table_factor: Hash slots for each wanted row, where shared memory allows.
-        wide: Launch of rows that are copied in the order of the plan.
-        small_batch_lists: Plans of at most so many requests have few rows: latency counts, and
-            ``small_batch_blocks`` blocks share them.
-        sorted: Launch of rows that are copied in the order of host addresses, of at most
-            MAX_SORTING_BLOCKS blocks. With more than a dozen, the copied rows push the page tables
-            out of the cache: from a cold one 12 move 10 to 15 % more than 32.
-        wide_beside: The same as ``wide`` with `Overlap.COMPUTE`: each block takes a multiprocessor
-            from the computation, so few and large ones.
-        sorted_beside: The same as ``sorted`` with `Overlap.COMPUTE`.
-        blocks: Launch that copies whole blocks.
-        sort_min_rows: Launches with fewer rows copy them in the order of the plan, longer ones in
-            the order of host addresses.
-        sort_max_row_bytes: Rows that are longer (all layers, where they lie side by side) are
-            copied in the order of the plan too: few enough of them keep the link busy.
-        l2_set_aside_bytes: Second-level cache that copied rows stay out of, so that page tables
-            stay in: the limit that CUDA has for persisting accesses, raised for the whole process.
-            Ordinary accesses use that part as ever, others that are marked to leave first do not: a
-            product of few rows took up to 8 % longer. Worth it where gathers follow each other with
-            little computation between (docs/performance.md). 0 leaves the limit alone; more than
-            the device allows is as much as it allows.
-    """
-
-    resolve_threads: int | None = None
-    table_factor: float = 4.0
-    wide: CopyLaunch = CopyLaunch(threads=256, unroll=8, blocks=16)
-    small_batch_lists: int = 8
-    small_batch_blocks: int = 66
-    sorted: CopyLaunch = CopyLaunch(threads=512, unroll=3, blocks=12)
-    wide_beside: CopyLaunch = CopyLaunch(threads=512, unroll=8, blocks=4)
-    sorted_beside: CopyLaunch = CopyLaunch(threads=512, unroll=4, blocks=4)
-    blocks: CopyLaunch = CopyLaunch(threads=512, unroll=8, blocks=32)
-    sort_min_rows: int = 3_072
-    sort_max_row_bytes: int = 2_048
-    l2_set_aside_bytes: int = 0
-
-
-class _ResolveArgs(ctypes.Structure):
-    """ResolveArgs of resolve.cu."""
-
-    _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                "host_rows", "last_use", "clock", "counters", "source", "resident", "hot",
-                "positions", "request_slots", "table_rows", "query_starts", "physical_rows",
-                "valid_counts", "miss_source_rows", "miss_device_rows", "miss_counts", "workspace",
-                "profile",
-            )
-        ),
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                "workspace_stride", "source_stride", "resident_stride", "hot_stride",
-                "positions_stride", "block_stride_rows",
-            )
-        ),
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                "num_source_blocks", "num_device_blocks", "source_pages", "resident_pages",
-                "hot_blocks", "cached_hot_blocks", "cached_pages", "block_size", "block_shift",
-                "hot_rows", "max_num_reqs", "num_requests", "num_query_rows",
-                "max_num_requests", "top_k", "max_misses", "max_lanes", "padded_lanes",
-                "table_slots", "wide_rows", "rows_guess", "vector_slots",
-            )
-        ),
-    )  # fmt: skip
-
-
-_Addresses = ctypes.c_uint64 * MAX_LAYERS_A_LAUNCH
-
-
-class _RowArgs(ctypes.Structure):
-    """RowArgs of copy.cu."""
-
-    _fields_ = (
-        ("host", _Addresses),
-        ("device", _Addresses),
-        ("host_rows", ctypes.c_void_p),
-        ("device_rows", ctypes.c_void_p),
-        ("counts", ctypes.c_void_p),
-        ("sorted", ctypes.c_void_p),
-        ("control", ctypes.c_void_p),
-        ("list_stride", ctypes.c_int64),
-        ("fixed_count", ctypes.c_int64),
-        ("host_block_bytes", ctypes.c_int64),
-        ("host_row_bytes", ctypes.c_int64),
-        ("device_block_bytes", ctypes.c_int64),
-        ("device_block_rows", ctypes.c_int64),
-        ("num_lists", ctypes.c_int32),
-        ("num_layers", ctypes.c_int32),
-        ("row_lanes", ctypes.c_int32),
-        ("block_size", ctypes.c_int32),
-        ("block_shift", ctypes.c_int32),
-        ("bin_scale", ctypes.c_uint32),
-        ("sort_min_rows", ctypes.c_int32),
-        ("sorting_blocks", ctypes.c_uint32),
-        ("adjacent", ctypes.c_int32),
-    )
-
-
-class _BlockArgs(ctypes.Structure):
-    """BlockArgs of copy.cu."""
-
-    _fields_ = (
-        ("host", _Addresses),
-        ("device", _Addresses),
-        ("host_blocks", ctypes.c_void_p),
-        ("device_blocks", ctypes.c_void_p),
-        ("num_pairs", ctypes.c_int64),
-        ("host_block_bytes", ctypes.c_int64),
-        ("host_row_bytes", ctypes.c_int64),
-        ("device_block_bytes", ctypes.c_int64),
-        ("num_layers", ctypes.c_int32),
-        ("row_lanes", ctypes.c_int32),
-        ("block_size", ctypes.c_int32),
-        ("adjacent_layers", ctypes.c_int32),
-    )
-
-
-class _InvalidateArgs(ctypes.Structure):
-    """InvalidateArgs of state.cu."""
-
-    _fields_ = (
-        ("host_rows", ctypes.c_void_p),
-        ("last_use", ctypes.c_void_p),
-        ("counters", ctypes.c_void_p),
-        ("host_blocks", ctypes.c_void_p),
-        ("num_slots", ctypes.c_int64),
-        ("num_host_blocks", ctypes.c_int64),
-        ("block_size", ctypes.c_int32),
-        ("block_shift", ctypes.c_int32),
-    )
-
-
-class _ResetArgs(ctypes.Structure):
-    """ResetArgs of state.cu."""
-
-    _fields_ = (
-        ("host_rows", ctypes.c_void_p),
-        ("last_use", ctypes.c_void_p),
-        ("clock", ctypes.c_void_p),
-        ("request_slots", ctypes.c_void_p),
-        ("hot_rows", ctypes.c_int32),
-        ("max_num_reqs", ctypes.c_int32),
-    )
-
-
-def resolve_spec(
-    *,
-    threads: int,
-    wide_keys: bool = False,
-    global_hash: bool = False,
-    wide_rows: bool = False,
-    power_of_two: bool = True,
-    profile: bool = False,
-) -> KernelSpec:
-    """A variant of resolve.cu."""
-    return KernelSpec.make(
-        "resolve.cu",
-        {
-            "HS_THREADS": threads,
-            "HS_BLOCKS_PER_SM": 1024 // threads,
-            "HS_WIDE_KEYS": int(wide_keys),
-            "HS_GLOBAL_HASH": int(global_hash),
-            "HS_WIDE_ROWS": int(wide_rows),
-            "HS_POW2": int(power_of_two),
-            "HS_PROFILE": int(profile),
-            "HS_SIZEOF_ARGS": ctypes.sizeof(_ResolveArgs),
-        },
-    )
-
-
-def copy_spec(launch: CopyLaunch, *, sorts: bool, power_of_two: bool = True) -> KernelSpec:
-    """The variant of copy.cu for a launch size, with the code that sorts rows or without."""
-    return KernelSpec.make(
-        "copy.cu",
-        {
-            "HS_THREADS": launch.threads,
-            "HS_COPY_UNROLL": launch.unroll,
-            "HS_BLOCKS_PER_SM": 1,
-            "HS_SIZEOF_ROWS": ctypes.sizeof(_RowArgs),
-            "HS_SIZEOF_BLOCKS": ctypes.sizeof(_BlockArgs),
-            "HS_LIST_BYTES": list_bytes(launch.threads, sorts=True),
-            "HS_CONTROL_BYTES": CONTROL_BYTES,
-            "HS_SORTS": int(sorts),
-            "HS_POW2": int(power_of_two),
-        },
-    )
-
-
-def list_bytes(threads: int, *, sorts: bool) -> int:
-    """Dynamic shared memory of a block that copies rows (struct Lists of copy.cu)."""
-    return 5 * 1024 + (4 * ADDRESS_BINS + threads // 32 * 4 * OWN_ENTRIES if sorts else 0)
-
-
-_STATE_THREADS: Final = 512
-
-
-def state_spec(*, power_of_two: bool = True) -> KernelSpec:
-    """The variant of state.cu."""
-    return KernelSpec.make(
-        "state.cu",
-        {
-            "HS_THREADS": _STATE_THREADS,
-            "HS_POW2": int(power_of_two),
-            "HS_SIZEOF_INVALIDATE": ctypes.sizeof(_InvalidateArgs),
-            "HS_SIZEOF_RESET": ctypes.sizeof(_ResetArgs),
-        },
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TableLayout:
-    """Shared memory of one resolve block (place_tables in resolve.cu).
-
-    Attributes:
-        table_slots: Slots of the hash of wanted rows.
-        cached_pages: Pages whose places are kept in shared memory: all of the tables, or none.
-        shared_bytes: Dynamic shared memory.
-        workspace_bytes: Bytes in the workspace for each request slot; 0 with the hash in shared
-            memory.
-    """
-
-    table_slots: int
-    cached_pages: int
-    shared_bytes: int
-    workspace_bytes: int
-
-    @property
-    def in_workspace(self) -> bool:
-        """Whether the hash is in the workspace."""
-        return self.workspace_bytes > 0
-
-
-def plan_tables(
-    *,
-    max_lanes: int,
-    hot_rows: int,
-    cached_hot_blocks: int,
-    num_pages: int,
-    key_bytes: int,
-    table_factor: float,
-    budget_bytes: int,
-) -> TableLayout:
-    """Place the hash of wanted rows: in shared memory if 1.25 slots a row fit there.
-
-    Args:
-        max_lanes: Most rows that one transaction may want.
-        hot_rows: Hot slots of a request.
-        cached_hot_blocks: Entries of the hot block table kept in shared memory.
-        num_pages: Pages of the block tables; kept there too where two slots a row are left.
-        key_bytes: 4 or 8.
-        table_factor: Slots wanted for each row.
-        budget_bytes: Dynamic shared memory of a block.
-    """
-    # Every warp has whole steps of 128 slots and 64 or 128 lanes: see share_of_warp.
-    always = -(-hot_rows // 4_096) * 4_096 + _padded(4 * cached_hot_blocks)
-    lanes = _padded(4 * _padded_lanes(max_lanes)) + 2 * _padded(2 * max_lanes)
-    slot_bytes = key_bytes + 4
-    pages = _padded(4 * num_pages)
-    for cached, least in ((num_pages, 2.0), (0, _MIN_TABLE_FACTOR)):
-        fixed = always + lanes + (pages if cached else 0)
-        room = (budget_bytes - fixed - 64) // slot_bytes // 4 * 4
-        if room < int(max_lanes * least) + 4:
-            continue
-        slots = min(room, max(int(max_lanes * table_factor) // 4 * 4, 64))
-        return TableLayout(
-            table_slots=slots,
-            cached_pages=cached,
-            shared_bytes=fixed + _padded(key_bytes * slots) + _padded(4 * slots),
-            workspace_bytes=0,
-        )
-    slots = max(2 * max_lanes // 4 * 4, 64)
-    cached = num_pages if always + pages <= budget_bytes else 0
-    return TableLayout(
-        table_slots=slots,
-        cached_pages=cached,
-        shared_bytes=always + (pages if cached else 0),
-        workspace_bytes=lanes + _padded(key_bytes * slots) + _padded(4 * slots),
-    )
-
-
-def _padded_lanes(max_lanes: int) -> int:
-    return -(-max_lanes // 2_048) * 2_048
-
-
-def _rows_guess(inputs: StepInputs, plan: ResolvePlan) -> int:
-    """Query rows of each request if all have the same; the kernel checks it. 0 = no guess."""
-    if not inputs.num_requests:
-        return 0
-    rows = inputs.num_query_rows // inputs.num_requests
-    return min(rows, plan.miss_source_rows.shape[1] // inputs.top_k)
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // 16) * 16
-
-
-def power_of_two_shift(size: int) -> int:
-    """log2 of a power of two; -1 for any other size."""
-    return size.bit_length() - 1 if size & (size - 1) == 0 else -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -409,83 +78,6 @@ class _Entry:
 
     function: Any
     owner: Any
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Layers:
-    """Addresses of up to MAX_LAYERS_A_LAUNCH layers, and their strides in bytes."""
-
-    host: tuple[int, ...]
-    device: tuple[int, ...]
-    host_block_bytes: int
-    host_row_bytes: int
-    host_bytes: int
-    device_block_bytes: int
-    row_bytes: int
-    block_size: int
-    block_stride_rows: int
-    adjacent: bool
-
-    @property
-    def is_device_flat(self) -> bool:
-        """Whether physical row p lies at p * row_bytes."""
-        return self.block_stride_rows * self.row_bytes == self.device_block_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class _SortMemory:
-    """Memory of one launch that sorts: rows [entries, 16] uint8, and the address of its control."""
-
-    rows: torch.Tensor
-    control: int
-
-
-class _SortingMemory:
-    """Global memory of launches that sort.
-
-    Two launches that may run at once must not share any. Launches of one stream follow each other
-    and share theirs. A captured launch may be replayed beside anything: it has a control of its
-    own for ever, and rows from the graph's memory pool.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._controls: torch.Tensor | None = None
-        self._used = 0
-        self._of_stream: dict[int, _SortMemory] = {}
-
-    def prepare(self) -> None:
-        """Allocate the controls. Not in a captured region."""
-        size = MAX_SORTS * CONTROL_BYTES
-        self._controls = torch.zeros(size, dtype=torch.uint8, device=self._device)
-        torch.cuda.synchronize(self._device)  # other streams will use them too
-
-    def memory(self, entries: int) -> _SortMemory | None:
-        """Memory for so many rows on the current stream; None when all controls are in use."""
-        with torch.cuda.device(self._device):
-            if torch.cuda.is_current_stream_capturing():
-                return self._make(entries, self._next_control())
-            stream = torch.cuda.current_stream(self._device).cuda_stream
-            known = self._of_stream.get(stream)
-            if known is not None and known.rows.shape[0] >= entries:
-                return known
-            made = self._make(entries, known.control if known else self._next_control())
-            if made is not None:
-                self._of_stream[stream] = made
-            return made
-
-    def _next_control(self) -> int | None:
-        if self._controls is None or self._used == MAX_SORTS:
-            return None
-        self._used += 1
-        return self._controls.data_ptr() + (self._used - 1) * CONTROL_BYTES
-
-    def _make(self, entries: int, control: int | None) -> _SortMemory | None:
-        if control is None:
-            return None
-        shape = (entries, SORTED_ROW_BYTES)
-        rows = torch.empty(shape, dtype=torch.uint8, device=self._device)
-        return _SortMemory(rows=rows, control=control)
 
 
 class CudaBackend:
@@ -526,8 +118,8 @@ class CudaBackend:
             default_cache_directory(), driver_version=_driver_version()
         )
         self._entries: dict[tuple[KernelSpec, str], _Entry] = {}
-        self._layers: dict[int, tuple[weakref.ref[GroupPages], list[_Layers]]] = {}
-        self._sorting = _SortingMemory(self.device)
+        self._layers: dict[int, tuple[weakref.ref[GroupPages], list[Layers]]] = {}
+        self._sorting = SortingMemory(self.device)
         self._prepared = False
         self._profile: torch.Tensor | None = None  # clocks of a profiled variant: benchmarks only
 
@@ -741,8 +333,8 @@ class CudaBackend:
             args.list_stride = args.fixed_count = count
             self._launch_rows("hs_rows_to_device", args)
 
-    def _launch_rows(self, name: str, args: _RowArgs, overlap: Overlap = Overlap.NONE) -> None:
-        sorts = args.sort_min_rows < _NEVER
+    def _launch_rows(self, name: str, args: RowArgs, overlap: Overlap = Overlap.NONE) -> None:
+        sorts = args.sort_min_rows < NEVER
         launch = self._launch_for(sorts, overlap)
         small = (
             overlap is Overlap.NONE
@@ -798,7 +390,7 @@ class CudaBackend:
         if not device_blocks.shape[0]:
             return
         for layers in self._addresses(pages):
-            args = _BlockArgs()
+            args = BlockArgs()
             _fill_layers(args, layers)
             args.adjacent_layers = len(layers.host) if layers.adjacent else 1
             args.host_blocks = self._on_device("host_blocks", host_blocks)
@@ -820,7 +412,7 @@ class CudaBackend:
         check_tensor("host_blocks", host_blocks, dtype=torch.int32, ndim=1)
         if not host_blocks.shape[0]:
             return
-        args = _InvalidateArgs(
+        args = InvalidateArgs(
             host_rows=state.host_rows.data_ptr(),
             last_use=state.last_use.data_ptr(),
             counters=state.counters.data_ptr(),
@@ -830,18 +422,18 @@ class CudaBackend:
             block_size=block_size,
             block_shift=power_of_two_shift(block_size),
         )
-        per_block = 4 * _STATE_THREADS
+        per_block = 4 * STATE_THREADS
         blocks = min(-(-state.host_rows.numel() // per_block), 2 * self._num_sms)
         spec = state_spec(power_of_two=args.block_shift >= 0)
         entry = self._entry(spec, "hs_invalidate")
-        self._launch(entry, args, blocks=blocks, threads=_STATE_THREADS)
+        self._launch(entry, args, blocks=blocks, threads=STATE_THREADS)
 
     def reset(self, *, state: HotState, request_slots: torch.Tensor) -> None:
         """Empty the hot regions of these request slots, clocks included."""
         check_tensor("request_slots", request_slots, dtype=torch.int32, ndim=1)
         if not request_slots.shape[0]:
             return
-        args = _ResetArgs(
+        args = ResetArgs(
             host_rows=state.host_rows.data_ptr(),
             last_use=state.last_use.data_ptr(),
             clock=state.clock.data_ptr(),
@@ -850,7 +442,7 @@ class CudaBackend:
             max_num_reqs=state.max_num_reqs,
         )
         entry = self._entry(state_spec(), "hs_reset")
-        self._launch(entry, args, blocks=request_slots.shape[0], threads=_STATE_THREADS)
+        self._launch(entry, args, blocks=request_slots.shape[0], threads=STATE_THREADS)
 
     # --- launches --------------------------------------------------------------------------------
 
@@ -861,12 +453,12 @@ class CudaBackend:
             raise GeometryError(f"{name} must be contiguous")
         return tensor.data_ptr()
 
-    def _addresses(self, pages: GroupPages) -> list[_Layers]:
+    def _addresses(self, pages: GroupPages) -> list[Layers]:
         known = self._layers.get(id(pages))
         if known is not None and known[0]() is pages:
             return known[1]
         layers = [
-            _layers_of(pages.layers(start, start + MAX_LAYERS_A_LAUNCH))
+            layers_of(pages.layers(start, start + MAX_LAYERS_A_LAUNCH))
             for start in range(0, pages.num_layers, MAX_LAYERS_A_LAUNCH)
         ]
         key, table = id(pages), self._layers
@@ -930,11 +522,19 @@ class CudaBackend:
             )
 
 
+def _rows_guess(inputs: StepInputs, plan: ResolvePlan) -> int:
+    """Query rows of each request if all have the same; the kernel checks it. 0 = no guess."""
+    if not inputs.num_requests:
+        return 0
+    rows = inputs.num_query_rows // inputs.num_requests
+    return min(rows, plan.miss_source_rows.shape[1] // inputs.top_k)
+
+
 def _resolve_args(
     state: HotState, tables: ResidencyTables, inputs: StepInputs, plan: ResolvePlan
-) -> _ResolveArgs:
+) -> ResolveArgs:
     workspace = state.workspace
-    return _ResolveArgs(
+    return ResolveArgs(
         host_rows=state.host_rows.data_ptr(),
         last_use=state.last_use.data_ptr(),
         clock=state.clock.data_ptr(),
@@ -973,7 +573,7 @@ def _resolve_args(
         top_k=inputs.top_k,
         max_misses=plan.miss_source_rows.shape[1],
         max_lanes=plan.miss_source_rows.shape[1],
-        padded_lanes=_padded_lanes(plan.miss_source_rows.shape[1]),
+        padded_lanes=padded_lanes(plan.miss_source_rows.shape[1]),
         wide_rows=int(plan.physical_rows.dtype == torch.int64),
         rows_guess=_rows_guess(inputs, plan),
         vector_slots=int(
@@ -983,7 +583,7 @@ def _resolve_args(
     )
 
 
-def _fill_layers(args: _RowArgs | _BlockArgs, layers: _Layers) -> None:
+def _fill_layers(args: RowArgs | BlockArgs, layers: Layers) -> None:
     for index, address in enumerate(layers.host):
         args.host[index] = address
         args.device[index] = layers.device[index]
@@ -995,8 +595,8 @@ def _fill_layers(args: _RowArgs | _BlockArgs, layers: _Layers) -> None:
     args.block_size = layers.block_size
 
 
-def _row_args(layers: _Layers, tuning: CudaTuning) -> _RowArgs:
-    args = _RowArgs()
+def _row_args(layers: Layers, tuning: CudaTuning) -> RowArgs:
+    args = RowArgs()
     _fill_layers(args, layers)
     args.block_shift = power_of_two_shift(layers.block_size)
     args.adjacent = int(layers.adjacent)
@@ -1004,7 +604,7 @@ def _row_args(layers: _Layers, tuning: CudaTuning) -> _RowArgs:
     args.bin_scale = min((ADDRESS_BINS << 32) // num_blocks, 2**32 - 1)
     contiguous = layers.row_bytes * (len(layers.host) if layers.adjacent else 1)
     wide = contiguous > tuning.sort_max_row_bytes
-    args.sort_min_rows = _NEVER if wide else tuning.sort_min_rows
+    args.sort_min_rows = NEVER if wide else tuning.sort_min_rows
     return args
 
 
@@ -1027,50 +627,6 @@ def _check_pages_slots(
         raise GeometryError(
             f"{device_slots.shape[0]} device slots and {host_slots.shape[0]} host slots"
         )
-
-
-def _layers_of(pages: GroupPages) -> _Layers:
-    device = pages.device[0]
-    return _Layers(
-        host=tuple(_device_address(layer) for layer in pages.host),
-        device=tuple(layer.data_ptr() for layer in pages.device),
-        host_block_bytes=pages.host[0].stride(0),
-        host_row_bytes=pages.host[0].stride(1),
-        host_bytes=pages.host[0].shape[0] * pages.host[0].stride(0),
-        device_block_bytes=device.stride(0),
-        row_bytes=pages.row_bytes,
-        block_size=pages.block_size,
-        block_stride_rows=pages.block_stride_rows,
-        adjacent=pages.host_layout is HostLayout.GROUP_INTERLEAVED,
-    )
-
-
-def _device_address(layer: torch.Tensor) -> int:
-    """Where the device reads a layer's host pages: both ends must be in registered memory.
-
-    Raises:
-        UsageError: They are not, or not at one distance from the host's addresses.
-    """
-    first = layer.data_ptr()
-    size = sum((n - 1) * s for n, s in zip(layer.shape, layer.stride(), strict=True)) + 1
-    start, end = (_mapped_address(address) for address in (first, first + size - 1))
-    if end - start != size - 1:
-        raise UsageError("the device maps the two ends of a layer's host pages at other distances")
-    return start
-
-
-def _mapped_address(address: int) -> int:
-    from cuda.bindings import driver
-
-    attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_POINTER
-    error, mapped = driver.cuPointerGetAttribute(attribute, address)
-    if int(error) or not int(mapped):
-        raise UsageError(
-            f"host page at {address:#x} is not registered with CUDA (error {int(error)})",
-            remedy="attach the host pool with registration before binding its pages",
-            code=int(error),
-        )
-    return int(mapped)
 
 
 def _device_attribute(index: int, name: str) -> int:

@@ -94,7 +94,7 @@ struct ResolveArgs {
     i32 rows_guess;    // query rows of each request, where all have the same
     i32 vector_slots;  // 1 where four hot slots can be loaded at once
 };
-static_assert(sizeof(ResolveArgs) == HS_SIZEOF_ARGS, "mirrored in cuda.py");
+static_assert(sizeof(ResolveArgs) == HS_SIZEOF_ARGS, "mirrored in launches.py");
 
 struct __align__(16) Small {
     u32 age_counts[256];  // kClasses of them, 256 bins when old slots are told apart

@@ -28,8 +28,8 @@ struct ResetArgs {
     i32 max_num_reqs;
 };
 
-static_assert(sizeof(InvalidateArgs) == HS_SIZEOF_INVALIDATE, "mirrored in cuda.py");
-static_assert(sizeof(ResetArgs) == HS_SIZEOF_RESET, "mirrored in cuda.py");
+static_assert(sizeof(InvalidateArgs) == HS_SIZEOF_INVALIDATE, "mirrored in launches.py");
+static_assert(sizeof(ResetArgs) == HS_SIZEOF_RESET, "mirrored in launches.py");
 
 __device__ __forceinline__ u32 set_home(u32 block) {
     return __umulhi(mix32(block), kSetSlots);

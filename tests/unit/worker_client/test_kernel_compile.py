@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("cuda.core", reason="needs cuda-core and NVRTC")
 
 from hisparse_service.contract.errors import InternalError
-from worker_client.kernels import cuda
+from worker_client.kernels import launches
 from worker_client.kernels.compile import (
     ARCHITECTURES,
     SOURCE_DIRECTORY,
@@ -19,20 +19,21 @@ from worker_client.kernels.compile import (
     KernelSpec,
     parse_resources,
 )
+from worker_client.kernels.tables import plan_tables
 
-TUNING = cuda.CudaTuning()
+TUNING = launches.CudaTuning()
 SPECS = {
-    "resolve-1024": cuda.resolve_spec(threads=1024),
-    "resolve-512": cuda.resolve_spec(threads=512),
-    "resolve-widest": cuda.resolve_spec(
+    "resolve-1024": launches.resolve_spec(threads=1024),
+    "resolve-512": launches.resolve_spec(threads=512),
+    "resolve-widest": launches.resolve_spec(
         threads=1024, wide_keys=True, global_hash=True, wide_rows=True, power_of_two=False
     ),
-    "copy-wide": cuda.copy_spec(TUNING.wide, sorts=False),
-    "copy-sorted": cuda.copy_spec(TUNING.sorted, sorts=True),
-    "copy-wide-beside": cuda.copy_spec(TUNING.wide_beside, sorts=False),
-    "copy-sorted-beside": cuda.copy_spec(TUNING.sorted_beside, sorts=True),
-    "copy-blocks": cuda.copy_spec(TUNING.blocks, sorts=False, power_of_two=False),
-    "state": cuda.state_spec(),
+    "copy-wide": launches.copy_spec(TUNING.wide, sorts=False),
+    "copy-sorted": launches.copy_spec(TUNING.sorted, sorts=True),
+    "copy-wide-beside": launches.copy_spec(TUNING.wide_beside, sorts=False),
+    "copy-sorted-beside": launches.copy_spec(TUNING.sorted_beside, sorts=True),
+    "copy-blocks": launches.copy_spec(TUNING.blocks, sorts=False, power_of_two=False),
+    "state": launches.state_spec(),
 }
 ENTRIES = {
     "resolve.cu": {"hs_resolve"},
@@ -68,11 +69,11 @@ def test_every_kernel_compiles_and_its_registers_are_recorded(
 @pytest.mark.parametrize(
     ("source", "struct", "mirror"),
     [
-        ("resolve.cu", "ResolveArgs", cuda._ResolveArgs),
-        ("copy.cu", "RowArgs", cuda._RowArgs),
-        ("copy.cu", "BlockArgs", cuda._BlockArgs),
-        ("state.cu", "InvalidateArgs", cuda._InvalidateArgs),
-        ("state.cu", "ResetArgs", cuda._ResetArgs),
+        ("resolve.cu", "ResolveArgs", launches.ResolveArgs),
+        ("copy.cu", "RowArgs", launches.RowArgs),
+        ("copy.cu", "BlockArgs", launches.BlockArgs),
+        ("state.cu", "InvalidateArgs", launches.InvalidateArgs),
+        ("state.cu", "ResetArgs", launches.ResetArgs),
     ],
 )
 def test_arguments_have_the_kernel_s_fields_in_its_order(
@@ -87,7 +88,7 @@ def test_arguments_have_the_kernel_s_fields_in_its_order(
     sizes = {"i32": 4, "u32": 4, "i64": 8, "u64": 8}
     for (kind, name, array), field in zip(fields, mirror._fields_, strict=True):
         size = 8 if "*" in kind else sizes[kind.split()[-1]]
-        count = cuda.MAX_LAYERS_A_LAUNCH if array else 1
+        count = launches.MAX_LAYERS_A_LAUNCH if array else 1
         assert ctypes.sizeof(field[1]) == size * count, name
 
 
@@ -161,7 +162,7 @@ def test_tables_fit_their_memory_and_the_rows_fit_the_table(
 ) -> None:
     for max_lanes in {1, hot_rows // 4 or 1, hot_rows}:
         for num_pages in (1, 1_024, 16_384):
-            layout = cuda.plan_tables(
+            layout = plan_tables(
                 max_lanes=max_lanes,
                 hot_rows=hot_rows,
                 cached_hot_blocks=min(hot_rows, 1_024),
@@ -178,7 +179,7 @@ def test_tables_fit_their_memory_and_the_rows_fit_the_table(
 
 
 def test_a_one_row_step_keeps_its_tables_in_shared_memory_twice_a_multiprocessor() -> None:
-    layout = cuda.plan_tables(
+    layout = plan_tables(
         max_lanes=2_048,
         hot_rows=4_096,
         cached_hot_blocks=64,
