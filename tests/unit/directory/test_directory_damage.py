@@ -9,7 +9,7 @@ import pytest
 from directory_world import SPACE, World, chain, path_of, u32
 
 from hisparse_service.contract.checksum import Verdict
-from hisparse_service.contract.errors import PublishOutOfOrder, StaleBlock
+from hisparse_service.contract.errors import CapacityError, PublishOutOfOrder, StaleBlock
 from hisparse_service.contract.segment import BlockState
 from hisparse_service.directory.one_block import OneCompleted
 from hisparse_service.directory.results import Suspect
@@ -147,6 +147,9 @@ def test_eviction_between_two_slices_stops_at_the_withdrawn_block():
     generation = generation_of(world, first)
     assert withdraw(world, first, below=NOTHING)
     assert world.directory.num_withdrawn(1) == 1
+    with pytest.raises(CapacityError):
+        world.reserve(4)
+    world.check()
     taken = world.reserve(3).blocks.tolist()
     world.check()
     assert first not in taken
