@@ -122,6 +122,13 @@ def _print_status(found: dict[str, Any]) -> None:
         )  # fmt: skip
     if rows:
         print_table(rows, list(rows[0]))
+    for namespace in found["namespaces"]:
+        withdrawn = namespace["statistics"].get("withdrawn", 0)  # an older daemon has none
+        if withdrawn:
+            print(
+                f"namespace {namespace['namespace']}: {withdrawn} published blocks were withdrawn "
+                f"because of damage, {namespace['withdrawn']} of them are still read"
+            )
     _print_devices(found["device"])
 
 

@@ -206,7 +206,7 @@ class Replayer:
             changes["lease_ids"] = self._known_leases(request.lease_ids)
         if isinstance(request, m.Ping):
             changes["renew_leases"] = self._known_leases(request.renew_leases)
-        if isinstance(request, m.Pin | m.Reclaim):
+        if isinstance(request, m.Pin | m.Reclaim | m.ReportDamage):
             changes["blocks"], changes["generations"] = self._blocks_of(
                 namespace, request.blocks, request.generations
             )

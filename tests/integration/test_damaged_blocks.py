@@ -292,6 +292,23 @@ def test_a_damaged_record_is_withdrawn_like_a_damaged_block(three):
     assert status_of(a)["statistics"]["checks"] == {"damaged": 1}
 
 
+def test_an_operator_sees_it(daemon, three):
+    a, b, _ = three
+    held = write_prefix(a, chain_of(a, *TOKENS))
+    damage(a, held.blocks[2])
+    assert b.report_damage(held.blocks[2:3], held.generations[2:3]) == [Verdict.DAMAGED]
+    shown = subprocess.run(
+        [
+            sys.executable, "-m", "hisparse_service", "status", "--runtime-dir",
+            str(daemon.directory),
+        ],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert "2 published blocks were withdrawn because of damage, 2 of them are still read" in shown
+    assert "block_damaged" in daemon.log
+    held.release()
+
+
 def test_the_heartbeat_tells_the_owner_what_it_lost(three):
     a, b, _ = three
     held = write_prefix(a, chain_of(a, *TOKENS))
