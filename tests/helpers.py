@@ -60,6 +60,15 @@ def wait_until(condition: Callable[[], T], deadline_s: float = DEADLINE_S, *, wh
         threading.Event().wait(0.005)
 
 
+def has_ended(process: int | psutil.Process) -> bool:
+    """Whether a process is gone or waits to be reaped: nothing of it runs any more."""
+    try:
+        known = psutil.Process(process) if isinstance(process, int) else process
+        return not known.is_running() or known.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def unique_instance(label: str = "t") -> str:
     """An instance name that carries this process's pid: the resource check knows it as ours."""
     return f"{label}-{os.getpid()}-{next(_numbers)}"

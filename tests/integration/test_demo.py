@@ -11,7 +11,7 @@ import sys
 
 import psutil
 import pytest
-from helpers import SHM, wait_until
+from helpers import SHM, has_ended, wait_until
 
 import worker_client
 from hisparse_service.cli.demo import INTERRUPTED
@@ -105,12 +105,8 @@ def test_an_ended_demonstration_leaves_neither_processes_nor_memory(how):
         process.send_signal(how)
         process.stderr.read()
         assert process.wait(30) == (INTERRUPTED if how is signal.SIGINT else -how)
-    wait_until(lambda: not any(map(_is_running, family)), what="all processes have ended")
+    wait_until(lambda: all(map(has_ended, family)), what="all processes have ended")
     assert not list(SHM.glob(f"hisparse-demo-{process.pid}-*"))
-
-
-def _is_running(process):
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize(

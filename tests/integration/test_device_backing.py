@@ -28,7 +28,7 @@ from device_memory import (
     connect,
     open_space,
 )
-from helpers import DaemonProcess, RawClient, short_directory, wait_until
+from helpers import DaemonProcess, RawClient, has_ended, short_directory, wait_until
 
 from hisparse_service.contract import limits
 from hisparse_service.contract import messages as m
@@ -317,7 +317,7 @@ def test_i6_nothing_is_left_when_the_daemon_is_killed(world: World) -> None:
     obtain(world.connect())
     child = world.devices()[0]["child_pid"]
     world.daemon.kill()
-    wait_until(lambda: not Path(f"/proc/{child}/fd/0").exists(), what="the child to end")
+    wait_until(lambda: has_ended(child), what="the child to end")
 
 
 # --- when it is gone ------------------------------------------------------------------------
@@ -358,7 +358,7 @@ def test_i3_who_holds_memory_knows_at_once_that_it_is_gone_without_a_daemon(
     child = world.devices()[0]["child_pid"]
     backing.check()
     world.daemon.kill()
-    wait_until(lambda: not Path(f"/proc/{child}/fd/0").exists(), what="the child to end")
+    wait_until(lambda: has_ended(child), what="the child to end")
     with pytest.raises(LeaseLost, match="child on this GPU ended"):
         backing.check()
 

@@ -14,7 +14,7 @@ import sys
 import psutil
 import pytest
 
-from tests.helpers import unique_instance, wait_until
+from tests.helpers import has_ended, unique_instance, wait_until
 from tests.integration.test_pool_small_tmpfs import ENTER, MOUNT, REASON
 
 PRELUDE = """
@@ -143,7 +143,7 @@ def test_the_child_dies_with_its_maker() -> None:
         child = psutil.Process(int(process.stdout.readline()))
         os.kill(process.pid, signal.SIGKILL)
         process.wait(30)
-    wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    wait_until(lambda: has_ended(child))
 
 
 def test_the_child_keeps_no_descriptor_of_its_maker() -> None:
