@@ -1,21 +1,24 @@
 """What the coordinator and the worker tell each other: admissions, step plans, mirrors, tables.
 
-Plain values without tensors. `coordinator.py` makes them, a worker's runner (`integrations/`)
-carries them out in the order of `StepPlan`'s fields. Any thread.
+Plain values without tensors. The coordinator makes them, a worker's runner (`integrations/`)
+carries them out in the order of `StepPlan`'s fields. Any thread. `Request`, at the end, is what the
+coordinator's parts know of a request; it goes no further.
 """
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from hisparse_service.contract.errors import IllegalTransition
+from hisparse_service.contract.errors import (
+    IllegalTransition,
+    InternalError,
+    LeaseError,
+    StaleBlock,
+)
 from hisparse_service.contract.keys import KeyChain
+from worker_client.blocks import BlockLease, LeaseState
 from worker_client.residency import Page
-
-if TYPE_CHECKING:
-    from worker_client.blocks import BlockLease
 
 
 class RequestState(enum.Enum):
@@ -137,6 +140,43 @@ class PageMirror:
     indexer_block: int
 
 
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    """A request that begins anew in the mirror queue.
+
+    Attributes:
+        request_id: Its name.
+        first_page: Pages before it are published.
+        num_tokens: Tokens whose rows exist.
+    """
+
+    request_id: str
+    first_page: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishReport:
+    """What one `publish` did.
+
+    Attributes:
+        published: Pages that became readable (or were found readable, by a reader).
+        merged: Those of them for which another block was published first.
+        queued: Pages handed to the client while the service is away.
+        messages: Requests sent.
+        recalled: Requests whose unpublished pages were lost with a daemon: what the mirror queue
+            knows of them is void.
+        mirrors: Pages to mirror now, as those of `commit`.
+    """
+
+    published: int = 0
+    merged: int = 0
+    queued: int = 0
+    messages: int = 0
+    recalled: tuple[Recalled, ...] = ()
+    mirrors: tuple[PageMirror, ...] = ()
+
+
 @dataclass(slots=True, kw_only=True)
 class Statistics:
     """What the coordinator did since it was made."""
@@ -165,7 +205,7 @@ class Statistics:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """The coordinator's record of a request. Not for other modules."""
+    """The coordinator's record of a request. For its parts alone."""
 
     request_id: str
     slot: int
@@ -215,3 +255,40 @@ class Request:
             if not page.is_published:
                 return count
         return len(self.pages)
+
+    @property
+    def held_lease(self) -> BlockLease:
+        """Its lease, where it must have one: a writer's requests do.
+
+        Raises:
+            InternalError: It has none.
+        """
+        if self.lease is None:
+            raise InternalError(f"request {self.request_id!r} has no lease")
+        return self.lease
+
+    @property
+    def is_granted(self) -> bool:
+        """Whether nothing is known against its lease."""
+        return self.lease is None or self.lease.state is LeaseState.GRANTED
+
+    def holds_its_blocks(self) -> bool:
+        """Whether what it read and published is still what it was."""
+        if self.lease is None:
+            return True
+        try:
+            self.lease.check()
+        except (StaleBlock, LeaseError):
+            return False
+        return True
+
+
+def mirror_of(request: Request, page: Page) -> PageMirror:
+    """What to mirror of a request's page: its rows are final, and it has a host block."""
+    return PageMirror(
+        request.request_id,
+        page.index,
+        page.host_block,
+        page.resident_blocks,
+        page.indexer_block,
+    )

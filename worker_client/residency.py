@@ -1,8 +1,8 @@
 """Pages of requests: their states, and the pool of device blocks that they live in.
 
 Bookkeeping of the coordinator, without tensors and without a service: integers in, integers out.
-One transition table says what may happen to a page; nothing else decides it. Used by
-`coordinator.py` alone, on the engine's thread.
+One transition table says what may happen to a page; nothing else decides it. Used by the
+coordinator's parts alone, on the engine's thread.
 """
 
 from __future__ import annotations
