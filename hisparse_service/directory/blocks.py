@@ -1,8 +1,8 @@
 """The blocks of one backing: what each holds, who may write it, how many read it.
 
 The only writer of the backing's block table. It knows leases only as numbers and sessions not at
-all; the facade has validated each call. Only `namespaces.py` and `publish.py` call it, on the
-control loop.
+all; who calls it has validated the request (`reading.py`, `writing.py` and their like). On the
+control loop only.
 
 Order of the stores when a block is given up: state (it holds nothing any more), generation, state
 FREE; only then can it be handed out again, so no handle of its old content ever matches (I3).

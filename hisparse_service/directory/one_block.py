@@ -2,14 +2,14 @@
 
 Nothing here refuses. Where anything differs from the common case (a duplicate, a wrong handle, an
 expired lease, nothing to evict) nothing is changed, the answer is None or False, and the caller
-goes the general way (`publish.py`, `Directory.reserve`), which has the same rules and says what is
+goes the general way (`writing.py`, `publish.py`), which has the same rules and says what is
 wrong. So the two ways must agree on what is good; `test_directory_one_block.py` compares them.
 
 Why it is worth a second way: a daemon that answers one message at a time runs cold after each
 context switch, and then what counts is how much code a message touches. In the general way a step
 makes 120 Python calls in the daemon, 50 in this one (counted by sys.setprofile; decision 0017).
 
-Only `directory.py` calls it, on the control loop.
+Made by `directory.py`, on the control loop.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ import struct
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from hisparse_service.contract.limits import MAX_BATCH_ITEMS
 from hisparse_service.contract.segment import BlockState
 from hisparse_service.directory.leases import Lease, SessionAccount
 from hisparse_service.directory.namespaces import Namespace
+from hisparse_service.directory.registry import Registry
 from hisparse_service.directory.results import EventKind
 from hisparse_service.directory.states import LeaseState
+from hisparse_service.directory.writers import Writers, is_writer
 
 _IS_PUBLISHED: Final = EventKind.PUBLISHED
 _IS_EVICTED: Final = EventKind.EVICTED
@@ -54,7 +57,105 @@ class OneReserved(NamedTuple):
     generation: int
 
 
-def publish_one(owner: Namespace, lease: Lease, item: OneCompleted) -> bool:
+class OneBlock:
+    """The requests of one block, beside those of `Reading` and `Writing`.
+
+    Args:
+        registry: The sessions, namespaces and leases.
+        writers: Who writes for its group.
+    """
+
+    def __init__(self, registry: Registry, writers: Writers) -> None:
+        self._registry = registry
+        self._accounts, self._namespaces = registry.accounts, registry.namespaces
+        self._leases = registry.leases
+        self._writers = writers
+
+    def reserve_one(
+        self, session: int, namespace: int, lease_id: int, *, now_s: float
+    ) -> OneReserved | None:
+        """`reserve` of one block, for the common case.
+
+        Returns:
+            None: nothing was changed, and `reserve` says why.
+        """
+        account, owner = self._accounts.get(session), self._namespaces.get(namespace)
+        if (
+            account is None
+            or owner is None
+            or not is_writer(account, owner)
+            or not _can_reserve(owner, account)
+        ):
+            return None
+        lease = _granted(account, owner, lease_id) if lease_id else None
+        if lease is None and (lease_id or not owner.has_room(account, leases=1)):
+            return None
+        if not _make_room(owner):
+            return None
+        if lease is None:
+            lease = self._registry.renewed(account, owner, None, now_s)
+        else:
+            self._leases.renew(lease, now_s=now_s)
+        return _reserve(owner, lease)
+
+    def enqueue_ones(
+        self, session: int, namespace: int, handles: Sequence[tuple[int, int, int]], *, now_s: float
+    ) -> bool:
+        """`mirror_enqueued` of one block an item, and `renew` of their leases.
+
+        Args:
+            session: Who asks.
+            namespace: Where.
+            handles: (lease id, block, generation) each.
+            now_s: Monotonic time.
+
+        Returns:
+            Whether it was done; False: nothing was changed, and `mirror_enqueued` says why.
+        """
+        account, owner = self._accounts.get(session), self._namespaces.get(namespace)
+        if (
+            account is None
+            or owner is None
+            or len(handles) > MAX_BATCH_ITEMS
+            or not is_writer(account, owner)
+            or not _enqueue(owner, account, handles)
+        ):
+            return False
+        for lease_id, _, _ in handles:
+            self._leases.renew(account.leases[lease_id], now_s=now_s)
+        if account.group:
+            self._writers.renew(account, now_s)
+        return True
+
+    def publish_one(
+        self, session: int, namespace: int, item: OneCompleted, *, now_s: float
+    ) -> bool:
+        """`mirror_completed` of one new block, and `renew` of its lease, for the common case.
+
+        Returns:
+            Whether it was done; False: nothing was changed, and `mirror_completed` says why.
+        """
+        account, owner = self._accounts.get(session), self._namespaces.get(namespace)
+        if account is None or owner is None or not is_writer(account, owner):
+            return False
+        lease = _granted(account, owner, item.lease_id)
+        if lease is None or not _publish(owner, lease, item):
+            return False
+        self._leases.renew(lease, now_s=now_s)
+        if account.group:
+            self._writers.renew(account, now_s)
+        return True
+
+
+def _granted(account: SessionAccount, owner: Namespace, lease_id: int) -> Lease | None:
+    """`LeaseTable.require_live` as a question."""
+    lease = account.leases.get(lease_id)
+    if lease is None or lease.state is not _GRANTED or lease.namespace != owner.namespace:
+        return None
+    return lease
+
+
+def _publish(owner: Namespace, lease: Lease, item: OneCompleted) -> bool:
     """Publish a block of a granted lease whose key nobody published; False: nothing changed."""
     _, block, generation, key, parent, parent_generation = item
     blocks = owner.attached
@@ -89,7 +190,7 @@ def publish_one(owner: Namespace, lease: Lease, item: OneCompleted) -> bool:
     return True
 
 
-def enqueue_ones(
+def _enqueue(
     owner: Namespace, account: SessionAccount, handles: Sequence[tuple[int, int, int]]
 ) -> bool:
     """RESERVED, WRITING -> WRITING for blocks of granted leases; False: nothing changed.
@@ -126,14 +227,14 @@ def enqueue_ones(
     return True
 
 
-def can_reserve_one(owner: Namespace, account: SessionAccount) -> bool:
+def _can_reserve(owner: Namespace, account: SessionAccount) -> bool:
     """Whether no quota is in the way, and there is a backing."""
     return owner.attached is not None and (
         not owner.quotas.limits_blocks or owner.has_room(account, reserved=1)
     )
 
 
-def make_room_one(owner: Namespace) -> bool:
+def _make_room(owner: Namespace) -> bool:
     """Have a free block, evicting the least recently used; False: there is none."""
     blocks = owner.attached
     if blocks is None:
@@ -149,7 +250,7 @@ def make_room_one(owner: Namespace) -> bool:
     return True
 
 
-def reserve_one(owner: Namespace, lease: Lease) -> OneReserved:
+def _reserve(owner: Namespace, lease: Lease) -> OneReserved:
     """A free block reserved into a granted lease."""
     blocks = owner.blocks
     block = blocks.reserve_one(holder=lease.lease_id)

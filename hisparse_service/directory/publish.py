@@ -3,7 +3,7 @@
 The two parts are `plan_batch`, which raises and changes nothing, and `MirrorPlan.apply`, which
 changes and does not raise. Items see what earlier items of their batch will publish. An item of one
 block, the common case of a decode step, goes through scalars: 10 us where arrays take 100
-(benchmarks/bench_directory.py). Only `directory.py` calls it, on the control loop.
+(benchmarks/bench_directory.py). Only `writing.py` calls it, on the control loop.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from hisparse_service.contract.errors import NotHeld, PublishOutOfOrder, StaleBlock, UsageError
+from hisparse_service.contract.errors import PublishOutOfOrder, UsageError
 from hisparse_service.contract.limits import (
     BLOCK_KEY_BYTES,
     MAX_BATCH_ITEMS,
     MAX_RESERVE_BLOCKS,
 )
 from hisparse_service.contract.segment import BlockState
+from hisparse_service.directory.checks import not_held, out_of_range, stale_block
 from hisparse_service.directory.index import Blocks, Keys, as_keys
 from hisparse_service.directory.leases import Lease
 from hisparse_service.directory.namespaces import Namespace, as_blocks, as_u32
@@ -89,35 +90,6 @@ def check_held(namespace: Namespace, lease: Lease, item: MirrorItem, event: Bloc
     if foreign.any():
         raise not_held(lease, int(blocks[int(foreign.argmax())]))
     return blocks
-
-
-def out_of_range(namespace: Namespace, block: int) -> NotHeld:
-    """The error for an id that no block has."""
-    last = namespace.blocks.num_blocks - 1
-    return NotHeld(f"block {block} is not between 1 and {last}", block=block, limit=last)
-
-
-def stale_block(namespace: Namespace, block: int, generation: int) -> StaleBlock:
-    """The error for a handle whose block was given up."""
-    now = int(namespace.blocks.columns.generation[block])
-    state = BlockState(namespace.blocks.columns.state_view[block]).name
-    return StaleBlock(
-        f"block {block} has generation {now} and is {state}, the handle says {generation}",
-        remedy="Look the keys up again; do not use its bytes",
-        block=block,
-        generation=generation,
-        generation_now=now,
-    )
-
-
-def not_held(lease: Lease, block: int) -> NotHeld:
-    """The error for a block of somebody else."""
-    return NotHeld(
-        f"block {block} is not held by lease {lease.lease_id}",
-        remedy="Each session writes and frees blocks of its own only",
-        block=block,
-        lease=lease.lease_id,
-    )
 
 
 @dataclass(slots=True)
