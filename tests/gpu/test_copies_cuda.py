@@ -13,7 +13,7 @@ from benchmarks.gpu.workloads import l2_aside
 from hisparse_service.contract.errors import UsageError
 from worker_client.kernels.cuda import CopyLaunch, CudaBackend, CudaTuning
 from worker_client.kernels.interface import GroupPages, allocate_plan
-from worker_client.kernels.sorting import MAX_SORTS
+from worker_client.kernels.sorting import MIN_FREE_CONTROLS
 
 DEVICE = torch.device("cuda:0")
 
@@ -242,14 +242,28 @@ def test_gathers_by_address_on_several_streams_and_in_a_graph_keep_apart(referen
 
 
 def test_gather_without_memory_to_sort_copies_in_the_order_of_the_plan(
-    reference, monkeypatch: pytest.MonkeyPatch
+    reference, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     made, pages, expected = small_rows()
     made.prepare()
-    monkeypatch.setattr(made._sorting, "_used", MAX_SORTS)
     plan = random_plan(expected, lists=6, longest=4_096, seed=18)
-    reference.gather(pages=expected, plan=plan)
-    made.gather(pages=pages, plan=on_gpu(plan))
+    on_device = on_gpu(plan)
+    before = [layer.clone() for layer in pages.device]
+    for free in (1, 0):
+        monkeypatch.setattr(made._sorting, "_free", made._sorting._free[:free])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(3):
+                made.gather(pages=pages, plan=on_device)
+        assert not made._sorting._free
+        for layer, bytes_before in zip(pages.device, before, strict=True):
+            layer.copy_(bytes_before)
+        graph.replay()
+        reference.gather(pages=expected, plan=plan)
+        assert_same_pages(pages, expected)
+    assert [record.message.count("order of the plan") for record in caplog.records] == [1]
+    made.gather(pages=pages, plan=on_device)
+    assert len(made._sorting._free) >= MIN_FREE_CONTROLS, "a call outside of captures makes more"
     assert_same_pages(pages, expected)
 
 

@@ -74,7 +74,8 @@ def _mapped_address(address: int) -> int:
     if int(error) or not int(mapped):
         raise UsageError(
             f"host page at {address:#x} is not registered with CUDA (error {int(error)})",
-            remedy="attach the host pool with registration before binding its pages",
-            code=int(error),
+            remedy="Attach the host pool with registration before binding its pages",
+            cuda_error=int(error),
+            call="cuPointerGetAttribute",
         )
     return int(mapped)

@@ -22,9 +22,10 @@ from typing import Any, Final
 import torch
 
 from hisparse_service.contract import limits
-from hisparse_service.contract.errors import DeviceError, GeometryError, UsageError
+from hisparse_service.contract.errors import GeometryError, UsageError
 from worker_client.kernels.addresses import Layers, layers_of
 from worker_client.kernels.compile import KernelCompiler, KernelSpec, default_cache_directory
+from worker_client.kernels.driver import call, device_attribute, set_l2_aside
 from worker_client.kernels.interface import (
     GroupPages,
     HotState,
@@ -111,11 +112,11 @@ class CudaBackend:
         self.tuning = tuning or CudaTuning()
         major, minor = torch.cuda.get_device_capability(self.device)
         self.arch = f"sm_{major}{minor}"
-        self._num_sms = _device_attribute(index, "MULTIPROCESSOR_COUNT")
-        self._shared_per_block = _device_attribute(index, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
-        self._shared_per_sm = _device_attribute(index, "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR")
+        self._num_sms = device_attribute(index, "MULTIPROCESSOR_COUNT")
+        self._shared_per_block = device_attribute(index, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+        self._shared_per_sm = device_attribute(index, "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR")
         self._compiler = compiler or KernelCompiler(
-            default_cache_directory(), driver_version=_driver_version()
+            default_cache_directory(), driver_version=str(call("cuDriverGetVersion"))
         )
         self._entries: dict[tuple[KernelSpec, str], _Entry] = {}
         self._layers: dict[int, tuple[weakref.ref[GroupPages], list[Layers]]] = {}
@@ -148,7 +149,7 @@ class CudaBackend:
         self._sorting.prepare()
         if tuning.l2_set_aside_bytes > 0:
             with torch.cuda.device(self.device):
-                _set_l2_aside(self.device.index, tuning.l2_set_aside_bytes)
+                set_l2_aside(self.device.index, tuning.l2_set_aside_bytes)
         self._prepared = True
 
     def make_hot_state(
@@ -255,7 +256,7 @@ class CudaBackend:
             raise UsageError(
                 f"a step of {max_lanes} lanes needs a workspace of {layout.workspace_bytes} bytes "
                 f"a request, the hot state has {found}",
-                remedy="make the hot state with CudaBackend.make_hot_state",
+                remedy="Make the hot state with CudaBackend.make_hot_state",
             )
         return layout, cached
 
@@ -482,14 +483,12 @@ class CudaBackend:
             kernel = code.get_kernel(name)
             static = compiled.resources[name].static_shared_bytes
             attribute = driver.CUfunction_attribute
-            _check(
-                driver.cuKernelSetAttribute(
-                    attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                    self._shared_per_block - static,
-                    kernel.handle,
-                    driver.CUdevice(self.device.index),
-                ),
-                f"shared memory of {name}",
+            call(
+                "cuKernelSetAttribute",
+                attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                self._shared_per_block - static,
+                kernel.handle,
+                driver.CUdevice(self.device.index),
             )
         function = driver.CUfunction(int(kernel.handle))
         return _Entry(function=function, owner=(code, kernel))
@@ -503,22 +502,18 @@ class CudaBackend:
         threads: int,
         shared_bytes: int = 0,
     ) -> None:
-        from cuda.bindings import driver
-
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         with torch.cuda.device(self.device):
             stream = torch.cuda.current_stream(self.device).cuda_stream
-            _check(
-                driver.cuLaunchKernel(
-                    entry.function,
-                    *(blocks, 1, 1),
-                    *(threads, 1, 1),
-                    shared_bytes,
-                    stream,
-                    ctypes.addressof(pointers),
-                    0,
-                ),
-                "kernel launch",
+            call(
+                "cuLaunchKernel",
+                entry.function,
+                *(blocks, 1, 1),
+                *(threads, 1, 1),
+                shared_bytes,
+                stream,
+                ctypes.addressof(pointers),
+                0,
             )
 
 
@@ -627,38 +622,3 @@ def _check_pages_slots(
         raise GeometryError(
             f"{device_slots.shape[0]} device slots and {host_slots.shape[0]} host slots"
         )
-
-
-def _device_attribute(index: int, name: str) -> int:
-    from cuda.bindings import driver
-
-    attribute = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-    error, value = driver.cuDeviceGetAttribute(attribute, driver.CUdevice(index))
-    _check((error,), f"device attribute {name}")
-    return int(value)
-
-
-def _set_l2_aside(index: int, num_bytes: int) -> None:
-    """Raise the current context's limit; never lower what somebody else has set."""
-    from cuda.bindings import driver
-
-    limit = driver.CUlimit.CU_LIMIT_PERSISTING_L2_CACHE_SIZE
-    wanted = min(num_bytes, _device_attribute(index, "MAX_PERSISTING_L2_CACHE_SIZE"))
-    error, current = driver.cuCtxGetLimit(limit)
-    _check((error,), "limit of the second-level cache")
-    if wanted > current:
-        _check(driver.cuCtxSetLimit(limit, wanted), f"setting {wanted} bytes of cache aside")
-
-
-def _driver_version() -> str:
-    from cuda.bindings import driver
-
-    error, version = driver.cuDriverGetVersion()
-    _check((error,), "driver version")
-    return str(version)
-
-
-def _check(result: tuple[Any, ...], what: str) -> None:
-    code = int(result[0])
-    if code:
-        raise DeviceError(f"{what} failed with CUDA error {code} ({result[0]!s})", code=code)
