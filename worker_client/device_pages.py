@@ -208,7 +208,10 @@ class DevicePages:
         self._statistics.published_pages += 1
         known = self._by_host.get(block)
         if known is not None and known is not page:
-            # This worker has the page already: one copy on the device is enough.
+            # This worker has the page already: one copy on the device is enough. Where none of its
+            # requests has started, that copy has no keys yet, and these are needed.
+            if not known.indexer_block:
+                known.indexer_block, page.indexer_block = page.indexer_block, 0
             self._give_back(page)
             known.owners.add(request.request_id)
             request.pages[page.index] = known

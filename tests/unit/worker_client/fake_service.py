@@ -204,8 +204,11 @@ class FakeService:
         self.is_away = False
         for client, enqueued, completed in self.queue:
             self._note_enqueued([item for item in enqueued if not item.lease.released])
+            # A batch that names a lease which is gone is refused as a whole; the client gives up
+            # all that it would have published.
+            is_refused = any(item.lease.released for item in (*enqueued, *completed))
             for item in completed:
-                blocks, generations = _arrays(self._publish(item))
+                blocks, generations = (None, None) if is_refused else _arrays(self._publish(item))
                 self._answer(client, item, blocks, generations)
         self.queue = []
 

@@ -236,6 +236,28 @@ def test_the_loser_of_a_merge_reads_the_canonical_block_and_forgets_its_own():
     service.check()
 
 
+def test_a_page_that_merges_with_one_found_by_a_request_that_waits_keeps_its_keys():
+    """Only a started request gives its found pages keys: the running one would search garbage."""
+    service = FakeService(100)
+    tokens = list(range(9))
+    first, second = make(service), make(service)
+    second.admit("runs", tokens, max_tokens=12)
+    step(second, "runs", tokens[:8], publish=False)
+    keys = [page.indexer_block for page in second.pages("runs")]
+    first.admit("a", tokens, max_tokens=12)
+    prefill(first, "a", tokens)
+    assert second.admit("waits", tokens, max_tokens=12).num_hit_tokens == 8
+    assert second.publish().merged == 2
+    assert [page.indexer_block for page in second.pages("waits")] == keys
+    plan = second.prepare([StepWork("runs", 1), StepWork("waits", 1)])
+    assert {u.indexer_block for u in plan.updates if u.page < 2} == set(keys)
+    assert not any(restore.indexer_block for restore in plan.restores)
+    second.check_accounting()
+    second.finish("runs")
+    second.finish("waits")
+    assert second.num_free_device_blocks == 39
+
+
 def test_requests_of_one_worker_with_the_same_published_prefix_share_its_device_pages():
     service = FakeService(100)
     coordinator = make(service, num_device_blocks=80)
@@ -322,6 +344,27 @@ def test_decoding_goes_on_while_the_daemon_is_away_and_publication_catches_up():
     for _ in range(4):
         step(coordinator, "a", [2])
     assert len(service.published_log) == 4
+    service.check()
+
+
+def test_a_queued_batch_with_a_request_that_ended_meanwhile_is_mirrored_again_for_the_others():
+    """The daemon refuses the batch as a whole, since one of its leases is gone."""
+    service = FakeService(100)
+    coordinator = make(service)
+    for name in "ab":
+        coordinator.admit(name, [ord(name)] * 5, max_tokens=8)
+        step(coordinator, name, [ord(name)] * 4, publish=False)
+    service.is_away = True
+    assert coordinator.publish().queued == 2
+    coordinator.preempt("a")
+    service.come_back()
+    report = coordinator.publish()
+    assert [(mirror.request_id, mirror.page) for mirror in report.mirrors] == [("b", 0)]
+    coordinator.enqueued(report.mirrors)
+    coordinator.completed("b", 0)
+    assert coordinator.publish().published == 1
+    coordinator.finish("b")
+    coordinator.check_accounting()
     service.check()
 
 
