@@ -26,9 +26,22 @@ from msgspec import Meta
 
 from hisparse_service.contract import limits
 from hisparse_service.contract.errors import ConfigError
+from hisparse_service.contract.sizes import size_text
 
 CONFIG_PATH_VARIABLE: Final = "HISPARSE_CONFIG"
 _PREFIX: Final = "HISPARSE_"
+FOREIGN_VARIABLES: Final = frozenset(
+    (
+        # The vLLM plugin, and the switches of the tests.
+        "HISPARSE_SERVICE_ENDPOINT", "HISPARSE_CRASH_POINT", "HISPARSE_TESTING_DEVICE_DIRECTORY",
+        "HISPARSE_CI_REQUIRE_CONFORMANCE", "HISPARSE_CI_SKIP_CONFORMANCE", "HISPARSE_PICTURES",
+        "HISPARSE_FAULTS_EVERY", "HISPARSE_FAULTS_EXAMPLES", "HISPARSE_FAULTS_LIVE_FRAMES",
+        "HISPARSE_STORM_IN_NAMESPACE", "HISPARSE_STORM_PLANT",
+    )
+)  # fmt: skip
+"""Variables of this project that are no settings."""
+_NEAR: Final = 0.8
+"""How alike (difflib's ratio) a name must be to count as a setting's misspelt."""
 _MIN_POOL_BYTES: Final = 2 * limits.MIB
 
 # As in pool/names.py, which this module may not import: both become part of a segment's name.
@@ -265,6 +278,8 @@ DEFAULTS: Final[Mapping[str, Any]] = {name: value for name, _, value in _leaves(
 """Dotted name of every setting, and its default."""
 SECTIONS: Final = tuple(sorted({name.split(".")[0] for name in DEFAULTS if "." in name}))
 
+_KNOWN_SECTIONS: Final = f"sections are {', '.join(f'[{each}]' for each in SECTIONS)}"
+
 
 def variable_name(dotted: str) -> str:
     """The environment variable of a setting: pool.bytes is HISPARSE_POOL__BYTES."""
@@ -350,6 +365,8 @@ def _read_file(path: Path) -> dict[str, Any]:
                     remedy=f"Write [{key}] and its settings below it",
                 )
             flat.update({f"{key}.{name}": inner for name, inner in value.items()})
+        elif isinstance(value, dict):
+            raise _unknown_section(key, f"file {path}")
         else:
             flat[key] = value
     for name in flat:
@@ -359,26 +376,54 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 def _read_environment(environment: Mapping[str, str]) -> dict[str, str]:
     flat = {}
-    section_prefixes = tuple(f"{_PREFIX}{section.upper()}_" for section in SECTIONS)
     for variable, value in environment.items():
         if variable in _VARIABLES:
             flat[_VARIABLES[variable]] = value
-        elif variable.startswith(section_prefixes):
-            close = difflib.get_close_matches(variable, _VARIABLES, n=1)
+        elif _is_misspelt(variable):
+            known = [*_VARIABLES, CONFIG_PATH_VARIABLE]
+            close = difflib.get_close_matches(variable, known, n=1, cutoff=_NEAR)
             raise ConfigError(
                 f"environment: there is no setting {variable}",
-                remedy=f"Did you mean {close[0]}?" if close else "Unset it",
+                remedy=f"Did you mean {close[0]}?" if close else f"Unset it; {_KNOWN_SECTIONS}",
             )
     return flat
+
+
+def _is_misspelt(variable: str) -> bool:
+    """Whether it can only be meant for a setting: other programs have HISPARSE_ names too."""
+    if not variable.startswith(_PREFIX) or variable == CONFIG_PATH_VARIABLE:
+        return False
+    if variable in FOREIGN_VARIABLES:
+        return False
+    name = variable.removeprefix(_PREFIX)
+    if "__" in name or name.startswith(tuple(f"{section.upper()}_" for section in SECTIONS)):
+        return True
+    known = [each.removeprefix(_PREFIX) for each in (*_VARIABLES, CONFIG_PATH_VARIABLE)]
+    return bool(difflib.get_close_matches(name, known, n=1, cutoff=_NEAR))
 
 
 def _require_known(name: str, source: str) -> None:
     if name in DEFAULTS:
         return
-    close = difflib.get_close_matches(name, DEFAULTS, n=1)
+    section, dot, key = name.partition(".")
+    if dot and section not in SECTIONS:
+        raise _unknown_section(section, source)
+    beside = [each for each in DEFAULTS if each.rpartition(".")[0] == (section if dot else "")]
+    close = difflib.get_close_matches(name, beside, n=1)
+    elsewhere = [each for each in DEFAULTS if each.endswith(f".{key or section}")]
+    meant = [*close, *elsewhere]
+    known = [each for each in beside if each.startswith(f"{section}.")] if dot else beside
     raise ConfigError(
         f"{source}: there is no setting {name!r}",
-        remedy=f"Did you mean {close[0]!r}?" if close else f"Known are: {', '.join(DEFAULTS)}",
+        remedy=f"Did you mean {meant[0]!r}?" if meant else f"Known are: {', '.join(known)}",
+    )
+
+
+def _unknown_section(section: str, source: str) -> ConfigError:
+    close = difflib.get_close_matches(section, SECTIONS, n=1)
+    return ConfigError(
+        f"{source}: there is no section [{section}]",
+        remedy=f"Did you mean [{close[0]}]?" if close else f"{_KNOWN_SECTIONS.capitalize()}",
     )
 
 
@@ -398,9 +443,11 @@ def _convert(values: Mapping[str, Any], origins: Mapping[str, str]) -> Settings:
             value = msgspec.convert(value, field_type, strict=strict)
         except (msgspec.ValidationError, ConfigError) as error:
             reason = error.message if isinstance(error, ConfigError) else str(error)
+            default = DEFAULTS[dotted]
+            shown = size_text(default) if field_type == ByteCount else repr(default)
             raise ConfigError(
                 f"{dotted} = {value!r} ({origins[dotted]}): {reason}",
-                remedy=f"Correct it; the default is {DEFAULTS[dotted]!r}",
+                remedy=f"Correct it; the default is {shown}",
             ) from error
         node = tree
         *sections, leaf = dotted.split(".")
@@ -419,8 +466,8 @@ def _check_relations(settings: Settings, origins: Mapping[str, str]) -> None:
     if not _MIN_POOL_BYTES <= pool.bytes <= limits.MAX_POOL_BYTES:
         refuse(
             ("pool.bytes",),
-            f"pool.bytes is {pool.bytes}, it must lie between {_MIN_POOL_BYTES} and "
-            f"{limits.MAX_POOL_BYTES}",
+            f"pool.bytes is {size_text(pool.bytes)}, it must lie between "
+            f"{size_text(_MIN_POOL_BYTES)} and {size_text(limits.MAX_POOL_BYTES)}",
             "Size it by the context and the concurrency that it shall hold",
         )
     if times.session_timeout_s < 5 * times.heartbeat_interval_s:

@@ -147,14 +147,19 @@ class ProcessLock:
             os.close(fd)
 
 
-def observe(path: Path) -> Observation:
+def observe(path: Path, *, owner_uid: int | None = None) -> Observation:
     """Whether the daemon of this lock file lives. Changes nothing.
 
+    Args:
+        path: The lock file.
+        owner_uid: Whose it must be; this process's user when None. Root may ask for another's.
+
     Raises:
-        RuntimeDirectoryError: The file is not ours.
+        RuntimeDirectoryError: The file is another's, or cannot be opened.
     """
     try:
-        fd = _open(path, create=False)
+        # Without write access: the directory may be mounted read-only where a monitor looks.
+        fd = _open(path, os.O_RDONLY | os.O_NONBLOCK, owner_uid=owner_uid)
     except FileNotFoundError:
         return Observation(Liveness.ABSENT)
     try:
@@ -168,12 +173,14 @@ def observe(path: Path) -> Observation:
         os.close(fd)
 
 
-def _open(path: Path, *, create: bool = True) -> int:
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
+def _open(
+    path: Path, flags: int = os.O_RDWR | os.O_CREAT, *, owner_uid: int | None = None
+) -> int:
+    owner_uid = os.geteuid() if owner_uid is None else owner_uid
     try:
-        fd = os.open(path, flags, 0o600)
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except FileNotFoundError:
-        if create:
+        if flags & os.O_CREAT:
             raise RuntimeDirectoryError(
                 f"{path.parent} does not exist", remedy="Create it with mode 0700"
             ) from None
@@ -184,10 +191,10 @@ def _open(path: Path, *, create: bool = True) -> int:
             remedy="The runtime directory must be this user's, and a lock file no link",
         ) from error
     found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != owner_uid:
         os.close(fd)
         raise RuntimeDirectoryError(
-            f"{path} belongs to uid {found.st_uid}, not to {os.geteuid()}, or is no plain file",
+            f"{path} belongs to uid {found.st_uid}, not to {owner_uid}, or is no plain file",
             remedy="Choose another runtime directory or instance name",
             uid=found.st_uid,
         )
@@ -211,7 +218,8 @@ def _held(path: Path, fd: int) -> RuntimeDirectoryError:
     pid, _ = _read_holder(fd)
     return RuntimeDirectoryError(
         f"a living process (pid {pid or 'unknown'}) holds {path}",
-        remedy="Stop it, or choose another instance name",
+        remedy="Stop it, replace it by a new one (`hisparse-service handover`), or choose another "
+        "instance name",
         holder_pid=pid,
     )
 

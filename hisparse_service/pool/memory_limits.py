@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from hisparse_service.contract.errors import PoolTooLarge
-from hisparse_service.contract.limits import MIB
+from hisparse_service.contract.sizes import rough_size_text, size_text
 from hisparse_service.pool.settings import LimitSources, MemoryLock
 
 _CAP_IPC_LOCK: Final = 14
@@ -53,20 +53,20 @@ class LimitReading:
 _REMEDIES: Final = {
     LimitName.TMPFS: (
         "Enlarge /dev/shm (`mount -o remount,size=…`; in a container `--shm-size` or an emptyDir "
-        "with medium Memory), remove what is in it (`hisparse-service purge`), or set a smaller "
-        "pool_bytes"
+        "with medium Memory), set a smaller pool.bytes, or remove pools that nobody uses "
+        "(`hisparse-service purge`: the prefixes that they keep are lost)"
     ),
     LimitName.CGROUP: (
         "Raise the memory limit of the container or slice (shared memory counts there), or set a "
-        "smaller pool_bytes"
+        "smaller pool.bytes"
     ),
     LimitName.MEM_AVAILABLE: (
         "Free memory on this host (reserved huge pages do not count as available), or set a "
-        "smaller pool_bytes"
+        "smaller pool.bytes"
     ),
     LimitName.MEMLOCK: (
         "Raise RLIMIT_MEMLOCK (`ulimit -l`, LimitMEMLOCK=, `--ulimit memlock=-1`), give the "
-        "process CAP_IPC_LOCK, or turn memory_lock off"
+        "process CAP_IPC_LOCK, or turn pool.lock_memory off"
     ),
 }
 
@@ -122,9 +122,13 @@ def check_limits(
 
 def pool_too_large(reading: LimitReading, *, needed_bytes: int) -> PoolTooLarge:
     """The error for one limit, with the numbers and the remedy."""
+    sizes = (needed_bytes, reading.available_bytes)
+    texts = [rough_size_text(each) for each in sizes]
+    if texts[0] == texts[1]:
+        texts = [size_text(each) for each in sizes]
     return PoolTooLarge(
-        f"the pool needs {_mib(needed_bytes)}, {reading.source} leaves "
-        f"{_mib(reading.available_bytes)} of {_mib(reading.limit_bytes)} "
+        f"the pool needs {texts[0]}, {reading.source} leaves {texts[1]} of "
+        f"{rough_size_text(reading.limit_bytes)} "
         f"(limit: {reading.limit.value})",
         remedy=_REMEDIES[reading.limit],
         limit=reading.limit.value,
@@ -272,7 +276,3 @@ def _read_table(path: Path) -> dict[str, int]:
         if len(words) >= 2 and words[1].isdecimal():
             table[words[0].rstrip(":")] = int(words[1])
     return table
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / MIB:,.1f} MiB"

@@ -33,6 +33,7 @@ from hisparse_service.contract.segment_header import (
     Header,
     pack_header,
 )
+from hisparse_service.contract.sizes import size_text
 from hisparse_service.pool import huge_pages, memory_limits, names, numa, os_calls, survey
 from hisparse_service.pool.populate import PopulateReport, ProgressCallback, populate
 from hisparse_service.pool.recovery import (
@@ -176,8 +177,9 @@ class _Opening:
         if action is Action.ADOPT_OTHER_SIZE:
             assert found.segment is not None
             self._notice(
-                f"{found.name} has {found.segment.size_bytes} bytes, pool_bytes asks for "
-                f"{self._size_bytes}: adopted as it is, because it is in use or holds backings"
+                f"{found.name} has {size_text(found.segment.size_bytes)}, pool.bytes asks for "
+                f"{size_text(self._size_bytes)}: adopted as it is, because it is in use or holds "
+                "backings"
             )
             return self._adopt(found)
         if action is Action.REPLACE:
@@ -280,18 +282,18 @@ class _Opening:
         )
         if not readings:
             return PoolTooLarge(
-                f"the pool's {self._size_bytes} bytes cannot be reserved: {error}",
-                remedy="Set a smaller pool_bytes",
+                f"the pool's {size_text(self._size_bytes)} cannot be reserved: {error}",
+                remedy="Set a smaller pool.bytes",
                 limit="unknown", limit_bytes=0, needed_bytes=self._size_bytes,
             )  # fmt: skip
         tightest = min(readings, key=lambda reading: reading.available_bytes)
         if tightest.available_bytes > self._size_bytes:
             return PoolTooLarge(
-                f"the pool's {self._size_bytes} bytes could not be reserved: {error}; now that "
-                f"they were given back, {tightest.source} leaves {tightest.available_bytes} bytes "
-                f"(limit: {tightest.limit.value})",
+                f"the pool's {size_text(self._size_bytes)} could not be reserved: {error}; now "
+                f"that they were given back, {tightest.source} leaves "
+                f"{size_text(tightest.available_bytes)} (limit: {tightest.limit.value})",
                 remedy="Look what took memory at that time, or ended the process (`dmesg`), and "
-                "start again; or set a smaller pool_bytes",
+                "start again; or set a smaller pool.bytes",
                 limit=tightest.limit.value, limit_bytes=tightest.limit_bytes,
                 available_bytes=tightest.available_bytes, needed_bytes=self._size_bytes,
             )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -9,6 +10,7 @@ import pytest
 
 from hisparse_service.config import (
     DEFAULTS,
+    FOREIGN_VARIABLES,
     Settings,
     default_runtime_dir,
     flatten,
@@ -20,6 +22,8 @@ from hisparse_service.contract.errors import ConfigError
 from hisparse_service.contract.limits import GIB, MIB
 from hisparse_service.pool.settings import HugePages, MemoryLock
 from hisparse_service.start import pool_settings
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -114,13 +118,20 @@ def test_lists_and_booleans_come_from_the_environment() -> None:
     [
         ("instnace = 'x'", "Did you mean 'instance'"),
         ("[pool]\nbyte = 1", "Did you mean 'pool.bytes'"),
-        ("[pools]\nbytes = 1", "no setting"),
+        ("[pools]\nbytes = 1", r"Did you mean \[pool\]"),
+        ("[limit]\nmax_sessions = 1", r"Did you mean \[limits\]"),
+        ("[limit]", r"no section \[limit\]"),
+        ("[foo]\nbar = 1", r"Sections are \[cuda\]"),
+        ("[limits]\nmax_sesions = 1", "Did you mean 'limits.max_sessions'"),
+        ("max_sessions = 1", "Did you mean 'limits.max_sessions'"),
+        ("[log]\nzzz = 1", r"Known are: log\.format, log\.level, log\.events_per_second$"),
         ("pool = 3", r"\[pool\]"),
         ("instance = ", "not TOML"),
         ("instance = 'a/b'", "instance"),
         ("[pool]\npopulate_threads = '3'", "populate_threads"),
         ("[pool]\nlock_memory = 1", "lock_memory"),
-        ("[pool]\nbytes = 1", "pool.bytes"),
+        ("[pool]\nbytes = 1", "pool.bytes is 1 B, it must lie between 2 MiB and 64 TiB"),
+        ("[pool]\nbytes = 'x'", "the default is 1 GiB$"),
         ("[pool]\nnuma = 'both'", "pool.numa"),
         ("[log]\nlevel = 'loud'", "log.level"),
         ("[limits]\nmax_sessions = 0", "limits.max_sessions"),
@@ -131,6 +142,7 @@ def test_a_file_that_cannot_work_is_refused_by_name(file: Path, content: str, ma
     with pytest.raises(ConfigError, match=match) as caught:
         load(file)
     assert caught.value.remedy
+    assert len(str(caught.value)) < 300
 
 
 def test_a_missing_file_is_refused() -> None:
@@ -144,6 +156,42 @@ def test_a_misspelt_variable_is_refused_and_a_foreign_one_is_not() -> None:
     with pytest.raises(ConfigError, match="no setting"):
         load(environment={"HISPARSE_LIMITS__SESSIONS": "8"})
     load(environment={"HISPARSE_ENDPOINT": "x", "HISPARSE_CRASH_POINT": "y", "POOL__BYTES": "z"})
+
+
+@pytest.mark.parametrize(
+    ("variable", "remedy"),
+    [
+        ("HISPARSE_LIMIT__MAX_SESSIONS", "HISPARSE_LIMITS__MAX_SESSIONS"),
+        ("HISPARSE_INSTNACE", "HISPARSE_INSTANCE"),
+        ("HISPARSE_RUNTIMEDIR", "HISPARSE_RUNTIME_DIR"),
+        ("HISPARSE_CONFG", "HISPARSE_CONFIG"),
+        ("HISPARSE_POLL_BYTES", "HISPARSE_POOL__BYTES"),
+        ("HISPARSE_FOO__BAR", r"sections are \[cuda\]"),
+    ],
+)
+def test_a_variable_that_sets_nothing_is_no_silent_default(variable: str, remedy: str) -> None:
+    """Before, the daemon started with defaults and said nothing."""
+    with pytest.raises(ConfigError, match=f"there is no setting {variable}") as caught:
+        load(environment={variable: "1"})
+    assert re.search(remedy, caught.value.remedy)
+
+
+def test_the_variables_of_a_kubernetes_service_are_left_alone() -> None:
+    """The kubelet sets them in every pod of a namespace with a Service hisparse-service."""
+    names = ("SERVICE_HOST", "SERVICE_PORT", "PORT", "PORT_9477_TCP", "PORT_9477_TCP_ADDR")
+    load(environment={f"HISPARSE_SERVICE_{name}": "x" for name in names})
+
+
+def test_every_variable_of_this_repository_is_a_setting_or_named() -> None:
+    """A new one that is left out would be refused, or make a near miss of another name."""
+    found = set[str]()
+    for folder in ("hisparse_service", "worker_client", "tests", "benchmarks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if path != Path(__file__):
+                found |= set(re.findall(r"[\"\'](HISPARSE_[A-Z0-9_]+)[\"\']", path.read_text()))
+    settings = {variable_name(name) for name in DEFAULTS} | {"HISPARSE_CONFIG"}
+    assert found - settings == FOREIGN_VARIABLES
+    load(environment=dict.fromkeys(FOREIGN_VARIABLES, "1"))
 
 
 def test_an_unknown_flag_is_refused() -> None:

@@ -211,3 +211,20 @@ def test_the_real_machine_is_readable() -> None:
     names = [reading.limit for reading in read_limits()]
     assert LimitName.MEM_AVAILABLE in names
     assert len(names) == len(set(names))
+
+
+def test_the_message_is_in_units_that_people_read_and_names_the_setting(tree: Tree) -> None:
+    """Before: "512,000.0 MiB", `pool_bytes`, and `purge` without a word of what it destroys."""
+    tree.write("proc/self/cgroup", "0::/a\n")
+    tree.v2("a", limit=8 * GIB)
+    reading = tree.reading()
+    assert reading is not None
+    said = str(memory_limits.pool_too_large(reading, needed_bytes=500 * GIB))
+    assert "needs 500 GiB" in said
+    assert "leaves 8 GiB of 8 GiB" in said
+    said = str(memory_limits.pool_too_large(reading, needed_bytes=8 * GIB + 4096))
+    assert "needs 8 GiB (8,589,938,688 bytes)" in said
+    for remedy in memory_limits._REMEDIES.values():
+        assert "pool." in remedy
+        assert "pool_bytes" not in remedy
+        assert "purge" not in remedy or "prefixes that they keep are lost" in remedy
