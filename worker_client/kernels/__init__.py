@@ -1,6 +1,6 @@
 """The data plane: one interface, a CPU reference, and GPU kernels that must agree with it.
 
-`runtime.py` and `mirror.py` are the only callers, on the worker's compute thread.
+The runtime's parts and `mirror.py` are the only callers, on the worker's compute thread.
 """
 
 from __future__ import annotations

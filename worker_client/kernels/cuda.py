@@ -8,8 +8,8 @@ trap on is checked by `interface.check_*`; a block id past the end makes its lan
 of a wild access.
 
 Host pages must be registered with CUDA in this process, portable and mapped; they are read and
-written in place. Used by `runtime.py` and `mirror.py` on the worker's compute thread; a backend
-belongs to one device and one thread.
+written in place. Used by the runtime's parts and `mirror.py` on the worker's compute thread; a
+backend belongs to one device and one thread.
 """
 
 from __future__ import annotations

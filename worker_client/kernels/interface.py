@@ -14,7 +14,7 @@ Words used here:
 - *physical row*: row id in a layer's attention view,
   ``block * block_stride_rows + row``; the same id is right for every layer of an index group.
 
-Called by `runtime.py` and `mirror.py` only, on the worker's compute thread.
+Called by the runtime's parts and `mirror.py` only, on the worker's compute thread.
 """
 
 from __future__ import annotations
