@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from hisparse_service.contract import limits
+from hisparse_service.contract.cuda_calls import load_driver
 from hisparse_service.contract.device_uuid import normal_device_uuid
 from hisparse_service.contract.errors import (
     CapacityError,
@@ -163,13 +164,7 @@ class CudaMemoryDriver:
     def __init__(self) -> None:
         import torch
 
-        try:
-            from cuda.bindings import driver
-        except ImportError as error:
-            raise ConfigError(
-                f"cuda.bindings cannot be imported: {error}",
-                remedy="Install hisparse-service[cuda]",
-            ) from error
+        driver = load_driver()
         if not torch.cuda.is_available():
             raise ConfigError("torch sees no CUDA device", remedy="Allocate on another device")
         self._driver: Any = driver

@@ -22,10 +22,10 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
+from hisparse_service.contract.cuda_calls import call, load_driver
 from hisparse_service.contract.errors import ConfigError, DeviceError, ForeignSegment, HiSparseError
 from hisparse_service.contract.limits import MAX_REGISTRATION_BYTES
 from hisparse_service.pool import os_calls
-from hisparse_service.pool.cuda_calls import call, load_driver
 from hisparse_service.pool.populate import touch_page_tables
 from hisparse_service.pool.segment_file import SegmentFile, open_existing
 

@@ -26,6 +26,7 @@ from typing import Any, Final, Literal, Protocol
 
 import msgspec
 
+from hisparse_service.contract.cuda_calls import call, check, load_driver
 from hisparse_service.contract.device_uuid import device_uuid_of_bytes, normal_device_uuid
 from hisparse_service.contract.errors import (
     CapacityError,
@@ -35,7 +36,6 @@ from hisparse_service.contract.errors import (
 )
 from hisparse_service.contract.limits import MEMORY_HANDLE_BYTES
 from hisparse_service.pool import os_calls
-from hisparse_service.pool.cuda_calls import call, check, load_driver
 from hisparse_service.pool.cuda_child import GpuMemory
 from hisparse_service.pool.device_protocol import Answer, Order
 

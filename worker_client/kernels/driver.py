@@ -1,10 +1,10 @@
-"""Calls of the CUDA driver in the worker, with this project's errors."""
+"""Calls of the CUDA driver in the process of the worker."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from hisparse_service.contract.errors import DeviceError
+from hisparse_service.contract import cuda_calls
 
 
 def call(name: str, *arguments: Any) -> Any:
@@ -15,24 +15,7 @@ def call(name: str, *arguments: Any) -> Any:
     """
     from cuda.bindings import driver
 
-    code, *values = getattr(driver, name)(*arguments)
-    check(name, code)
-    return values[0] if values else None
-
-
-def check(name: str, code: Any) -> None:
-    """Raise what a code means.
-
-    Raises:
-        DeviceError: It is not 0.
-    """
-    if int(code):
-        raise DeviceError(
-            f"{name} failed with CUDA error {int(code)} ({code!s})",
-            remedy="See the CUDA driver's list of errors for this number",
-            cuda_error=int(code),
-            call=name,
-        )
+    return cuda_calls.call(driver, name, *arguments)
 
 
 def device_attribute(index: int, name: str) -> int:

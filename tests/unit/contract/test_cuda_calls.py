@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from hisparse_service.contract.cuda_calls import call, load_driver
 from hisparse_service.contract.errors import ConfigError, DeviceError
-from hisparse_service.pool.cuda_calls import call, load_driver
 
 
 class Code(enum.IntEnum):

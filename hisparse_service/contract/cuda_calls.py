@@ -1,7 +1,7 @@
 """Calls of the CUDA driver through cuda.bindings, with this project's errors.
 
-Shared by the two kinds of children that have a CUDA context (`cuda_child.py`, `device_child.py`);
-the daemon itself never imports a driver.
+Shared by the worker's kernels and the two kinds of children of the daemon that have a CUDA context
+(`pool/cuda_child.py`, `pool/device_child.py`); the daemon itself never imports a driver.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 from hisparse_service.contract.errors import ConfigError, DeviceError
 
 
-def load_driver(*, otherwise: str) -> Any:
+def load_driver(*, otherwise: str = "") -> Any:
     """The module `cuda.bindings.driver`.
 
     Args:
-        otherwise: The setting that does without it, for the remedy.
+        otherwise: The setting that does without it, for the remedy; empty: none.
 
     Raises:
         ConfigError: It is not installed.
@@ -25,7 +25,7 @@ def load_driver(*, otherwise: str) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"cuda.bindings cannot be imported: {error}",
-            remedy=f"Install hisparse-service[cuda], or set {otherwise}",
+            remedy="Install hisparse-service[cuda]" + (otherwise and f", or set {otherwise}"),
         ) from error
     return driver
 
