@@ -5,20 +5,26 @@ Not the workers' library: no heartbeats, nothing held, no torch. Main thread of 
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import zmq
 
 import hisparse_service
+from hisparse_service.cli import presence
 from hisparse_service.contract import limits
 from hisparse_service.contract import messages as m
 from hisparse_service.contract.errors import ServiceUnavailable
 from hisparse_service.server.runtime_directory import CONTROL_SOCKET_NAME, check_path_length
 
 ReplyT = TypeVar("ReplyT", bound=m.Reply)
+_LOOK_SOON_S: Final = 0.1
+_LOOK_LATER_S: Final = 1.0
+_SURE_AFTER: Final = 2
+"""Looks in a row that found nobody: between a daemon and its successor there is an instant."""
 
 
 class OperatorConnection:
@@ -29,7 +35,8 @@ class OperatorConnection:
         timeout_s: For each answer.
 
     Raises:
-        ServiceUnavailable: No socket there, or no answer before the deadline.
+        ServiceUnavailable: Nobody is there, or no answer before the deadline.
+        NotAuthorised: The directory or the daemon is closed to this user.
         HiSparseError: What the daemon answers to the Hello.
     """
 
@@ -39,8 +46,8 @@ class OperatorConnection:
         self._timeout_s = timeout_s
         self._last_id = 0
         path = directory / CONTROL_SOCKET_NAME
-        if not path.exists():
-            raise self._unavailable("no socket is there")
+        if not os.access(path, os.F_OK):
+            raise presence.look(directory).error(directory)
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.DEALER)
         try:
@@ -68,22 +75,37 @@ class OperatorConnection:
         """Send a request and wait for its reply.
 
         Raises:
-            ServiceUnavailable: No answer before the deadline.
+            ServiceUnavailable: No answer before the deadline, or it is known that none will come.
+            NotAuthorised: The daemon is closed to this user.
             HiSparseError: The daemon's error.
         """
         self._socket.send(m.encode(request))
         deadline_s = time.monotonic() + self._timeout_s
         while True:
-            left_ms = int((deadline_s - time.monotonic()) * 1000)
-            if left_ms <= 0 or not self._socket.poll(left_ms):
-                raise self._unavailable(f"no answer within {self._timeout_s:g} s")
+            self._wait(deadline_s)
             reply = m.decode_reply(self._socket.recv())
             if reply.request_id != request.request_id:
                 continue
             m.raise_for_error(reply)
             if not isinstance(reply, reply_type):
-                raise self._unavailable(f"it answered with {type(reply).__name__}")
+                raise ServiceUnavailable(
+                    f"the daemon in {self._directory} answered with {type(reply).__name__}",
+                    remedy="Command and daemon differ in version: upgrade the older one",
+                )
             return reply
+
+    def _wait(self, deadline_s: float) -> None:
+        """Until something can be received, or until it is known that nothing will come."""
+        looks = sure = 0
+        while True:
+            left_s = deadline_s - time.monotonic()
+            pause_s = _LOOK_SOON_S if looks < _SURE_AFTER else _LOOK_LATER_S
+            if self._socket.poll(max(0, int(min(left_s, pause_s) * 1000))):
+                return
+            seen = presence.look(self._directory)
+            looks, sure = looks + 1, sure + 1 if seen.is_certain else 0
+            if sure >= _SURE_AFTER or time.monotonic() >= deadline_s:
+                raise seen.error(self._directory, f"asked for {self._timeout_s:g} s")
 
     def is_answering(self) -> bool:
         """Whether the daemon still answers within the timeout."""
@@ -108,10 +130,3 @@ class OperatorConnection:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-    def _unavailable(self, what: str) -> ServiceUnavailable:
-        return ServiceUnavailable(
-            f"no daemon answers in {self._directory}: {what}",
-            remedy="Start one with `hisparse-service serve`, or name the right --instance or "
-            "--runtime-dir",
-        )

@@ -8,6 +8,7 @@ that nobody owns.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import json
 from typing import TYPE_CHECKING, Annotated, Optional
@@ -78,10 +79,22 @@ def doctor(
 
 def examine(settings: Settings, *, fix: bool = False, quick: bool = False) -> list[Finding]:
     """Run all checks; repair if asked."""
+    import msgspec
+
     from hisparse_service.cli import doctor_host, doctor_service
 
+    machine = settings
+    roots = doctor_host.Roots()
+    running = doctor_service.running_pool(settings)
+    if running is not None and running["bytes"]:
+        # Its pool is what counts here, not the size in the settings of this command.
+        pool = msgspec.structs.replace(settings.pool, bytes=running["bytes"])
+        machine = msgspec.structs.replace(settings, pool=pool)
+        roots = dataclasses.replace(
+            roots, reserved_bytes=int(running["bytes"] * running["progress"])
+        )
     checks: list[Check] = [
-        *doctor_host.checks(settings), *doctor_service.checks(settings, quick=quick)
+        *doctor_host.checks(machine, roots), *doctor_service.checks(settings, quick=quick)
     ]  # fmt: skip
     if not quick:
         checks += doctor_host.slow_checks(settings)

@@ -51,6 +51,8 @@ class Roots:
     probe_kernel: Callable[[], list[str]] = lambda: missing_kernel_features()
     adjtimex_status: Callable[[], int] = lambda: read_adjtimex_status()
     wall_time_s: Callable[[], float] = time.time
+    reserved_bytes: int = 0
+    """What a daemon that runs has reserved of its pool."""
 
     @property
     def limits(self) -> LimitSources:
@@ -85,6 +87,8 @@ def slow_checks(settings: Settings, roots: Roots | None = None) -> list[Check]:
 
 def needed_bytes(settings: Settings, roots: Roots) -> int:
     """What a start would still have to find: a pool that is there is adopted, not made anew."""
+    if roots.reserved_bytes:
+        return max(0, settings.pool.bytes - roots.reserved_bytes)
     name = names.segment_name(settings.instance, settings.pool.name).lstrip("/")
     try:
         found = (roots.shm / name).stat()

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from hisparse_service.cli.connection import OperatorConnection
 from hisparse_service.cli.doctor_findings import (
@@ -22,22 +22,21 @@ from hisparse_service.cli.doctor_findings import (
 )
 from hisparse_service.cli.doctor_vllm import check_plugin
 from hisparse_service.cli.operations import human_bytes
+from hisparse_service.cli.presence import State, look
 from hisparse_service.config import Settings
 from hisparse_service.contract import messages as m
 from hisparse_service.contract.errors import (
     HiSparseError,
-    RuntimeDirectoryError,
+    NotAuthorised,
     ServiceUnavailable,
 )
-from hisparse_service.membership.process_lock import Liveness, observe
 from hisparse_service.pool import names
 from hisparse_service.pool.purge import Finding as SegmentFinding
 from hisparse_service.pool.purge import PurgeMode, purge, purge_one
 from hisparse_service.pool.purge import Verdict as SegmentVerdict
-from hisparse_service.pool.segment_file import open_existing
+from hisparse_service.pool.segment_file import open_existing, shm_path
 from hisparse_service.server.runtime_directory import (
     CONTROL_SOCKET_NAME,
-    LOCK_NAME,
     check_path_length,
 )
 
@@ -93,10 +92,7 @@ def check_runtime_directory(settings: Settings) -> Finding:
             "Remove it, or set another runtime_dir",
         )  # fmt: skip
     if found.st_uid != os.geteuid():
-        return bad(
-            check, f"{directory} belongs to uid {found.st_uid}, this is {os.geteuid()}",
-            "Run as its owner, or set another runtime_dir",
-        )  # fmt: skip
+        return _of_another_user(directory, found.st_uid)
     mode = stat.S_IMODE(found.st_mode)
     if mode & 0o077 or mode & 0o700 != 0o700:
 
@@ -111,26 +107,43 @@ def check_runtime_directory(settings: Settings) -> Finding:
     return good(check, f"{directory}, mode 0700")
 
 
+def _of_another_user(directory: Path, owner_uid: int) -> Finding:
+    uid, text = os.geteuid(), f"{directory} belongs to uid {owner_uid}, this is {os.geteuid()}"
+    with contextlib.suppress(HiSparseError), OperatorConnection(directory, timeout_s=_ANSWER_S):
+        return good("runtime directory", f"{text}, whom its daemon lets connect")
+    return bad(
+        "runtime directory", text,
+        f"Run as uid {owner_uid}, name {uid} in its server.allowed_uids (only for root: others "
+        "cannot enter), or set another runtime_dir",
+    )  # fmt: skip
+
+
+def running_pool(settings: Settings) -> dict[str, Any] | None:
+    """What the daemon that runs says of its pool and its start; None where none answers."""
+    with contextlib.suppress(HiSparseError):
+        with OperatorConnection(settings.resolved_runtime_dir(), timeout_s=_ANSWER_S) as daemon:
+            status = daemon.ask(m.StatusReply, m.Status(daemon.next_id())).status
+        return {
+            "bytes": status["pool"].get("bytes") or status.get("pool_bytes", 0),
+            "progress": status["progress"],
+        }
+    return None
+
+
 def check_daemon(settings: Settings) -> Finding:
     """Whether one lives in the directory and answers; whether another holds the pool."""
     directory = settings.resolved_runtime_dir()
-    socket = directory / CONTROL_SOCKET_NAME
-    try:
-        seen = observe(directory / LOCK_NAME)
-    except (RuntimeDirectoryError, OSError) as error:
-        return bad("daemon", f"the lock cannot be read: {error}", "Run as the daemon's user")
-    if seen.liveness is not Liveness.ALIVE:
-        return _without_daemon(settings, socket)
     try:
         with OperatorConnection(directory, timeout_s=_ANSWER_S) as daemon:
             status = daemon.ask(m.StatusReply, m.Status(daemon.next_id())).status
-    except ServiceUnavailable as error:
-        return bad(
-            "daemon", f"pid {seen.pid} holds the lock and does not answer: {error.message}",
-            f"See its log and what it does (py-spy dump --pid {seen.pid}); killing it keeps the "
-            "pool for the next one",
-        )  # fmt: skip
-    text = f"pid {seen.pid}, {status['phase']}, {status['sessions']['workers']} workers"
+    except (ServiceUnavailable, NotAuthorised) as error:
+        if look(directory).state is State.NOBODY:
+            return _without_daemon(settings, directory / CONTROL_SOCKET_NAME)
+        return bad("daemon", error.message, error.remedy)
+    # A daemon of an older version does not say its pid.
+    text = (
+        f"pid {status.get('pid', '?')}, {status['phase']}, {status['sessions']['workers']} workers"
+    )
     if status["phase"] == "starting":
         return warning(
             "daemon", f"{text}: {status['progress']:.0%} of the pool is populated",
@@ -142,19 +155,18 @@ def check_daemon(settings: Settings) -> Finding:
 
 
 def _without_daemon(settings: Settings, socket: Path) -> Finding:
-    owner = next(
-        (
-            each
-            for each in purge(settings.instance, mode=PurgeMode.REPORT)
-            if each.verdict is SegmentVerdict.OWNED
-        ),
-        None,
-    )
+    segments = {each.verdict: each for each in purge(settings.instance, mode=PurgeMode.REPORT)}
+    owner, unseen = segments.get(SegmentVerdict.OWNED), segments.get(SegmentVerdict.UNSEEN)
     if owner is not None:
         return bad(
             "daemon", f"none in {socket.parent}, but one that lives owns {owner.name}: another "
             "daemon of the same instance runs with another runtime_dir",
             "Use its runtime_dir, or give this one another instance",
+        )  # fmt: skip
+    if unseen is not None:
+        return warning(
+            "daemon", f"none in {socket.parent}, but {unseen.name} {_not_seen(unseen)}: its "
+            "daemon may run", f"Run doctor as uid {unseen.owner_uid}",
         )  # fmt: skip
     if socket.exists():
 
@@ -177,11 +189,16 @@ def check_segments(settings: Settings) -> Iterator[Finding]:
         yield good("segments", f"none of instance {settings.instance}")
     for each in found:
         size = human_bytes(each.size_bytes)
-        if each.verdict is SegmentVerdict.FOREIGN:
+        if each.verdict is SegmentVerdict.UNSEEN:
+            # Never how to remove it: it may be a pool with workers on it.
+            yield bad(
+                "segments", f"{each.name}, {size}, {_not_seen(each)}",
+                f"Run doctor as that user (uid {each.owner_uid}), or set another instance",
+            )  # fmt: skip
+        elif each.verdict is SegmentVerdict.FOREIGN:
             yield bad(
                 "segments", f"{each.name}, {size}, is not ours: {each.reason}",
-                f"See whose it is; remove it by hand (rm /dev/shm{each.name}) or set another "
-                "instance or pool.name",
+                _remedy_for_foreign(each),
             )  # fmt: skip
         elif each.verdict is not SegmentVerdict.REMOVABLE:
             yield good("segments", f"{each.name}, {size}: {each.reason}")
@@ -189,6 +206,17 @@ def check_segments(settings: Settings) -> Iterator[Finding]:
             yield good("segments", f"{each.name}, {size}: kept, the next daemon adopts it")
         else:
             yield _stale(each, size)
+
+
+def _remedy_for_foreign(segment: SegmentFinding) -> str:
+    other = "set another instance or pool.name"
+    if segment.owner_uid is not None:  # what could not be opened
+        return f"See what it is (ls -ld /dev/shm{segment.name}), or {other}"
+    return f"See whose it is; remove it by hand (rm /dev/shm{segment.name}) or {other}"
+
+
+def _not_seen(segment: SegmentFinding) -> str:
+    return segment.reason.removeprefix("it ")
 
 
 def _stale(segment: SegmentFinding, size: str) -> Finding:
@@ -209,7 +237,10 @@ def _stale(segment: SegmentFinding, size: str) -> Finding:
 def check_attach(settings: Settings) -> Finding:
     """Say Hello, ping, and see that this process sees the segment that the daemon has."""
     directory = settings.resolved_runtime_dir()
-    if not (directory / CONTROL_SOCKET_NAME).exists():
+    if not os.access(directory / CONTROL_SOCKET_NAME, os.F_OK):
+        seen = look(directory)
+        if seen.state is State.CLOSED:
+            return bad("attach", seen.found, seen.remedy)
         return skipped("attach", "no daemon runs here")
     try:
         with OperatorConnection(directory, timeout_s=_ANSWER_S) as daemon:
@@ -228,10 +259,7 @@ def check_attach(settings: Settings) -> Finding:
     try:
         segment = open_existing(pool["segment"])
     except OSError as error:
-        return bad(
-            "attach", f"{text}, but {pool['segment']} cannot be opened here: {error.strerror}",
-            "Share /dev/shm with the daemon: the same volume in both containers, or hostIPC",
-        )  # fmt: skip
+        return _no_segment(pool["segment"], text, error)
     same = (segment.device, segment.inode) == (pool["device"], pool["inode"])
     segment.close()
     if not same:
@@ -242,6 +270,21 @@ def check_attach(settings: Settings) -> Finding:
     if median_s > _SLOW_PING_S:
         return warning("attach", text, "The daemon or this machine is overloaded: see top")
     return good("attach", f"{text}, and the segment is the daemon's")
+
+
+def _no_segment(name: str, text: str, error: OSError) -> Finding:
+    """The daemon answers, and its segment cannot be opened by this process."""
+    with contextlib.suppress(OSError):
+        owner_uid = os.lstat(shm_path(name)).st_uid
+        if owner_uid != os.geteuid():
+            return warning(
+                "attach", f"{text}; its segment belongs to uid {owner_uid}, this is "
+                f"{os.geteuid()}", f"Commands work from here; run workers as uid {owner_uid}",
+            )  # fmt: skip
+    return bad(
+        "attach", f"{text}, but {name} cannot be opened here: {error.strerror}",
+        "Share /dev/shm with the daemon: the same volume in both containers, or hostIPC",
+    )  # fmt: skip
 
 
 def check_http(settings: Settings) -> Finding:
@@ -265,7 +308,7 @@ def check_http(settings: Settings) -> Finding:
                 "Another process has the address: set http.listen, or end that process",
             )  # fmt: skip
         return good("http", ", ".join(http.get("listening", [])) or "switched off")
-    return skipped("http", "no daemon runs here")
+    return skipped("http", "no daemon answers here")
 
 
 def check_round_trip() -> Finding:

@@ -4,6 +4,9 @@
     to hand over -> it keeps the pool, answers what it has and ends -> the successor adopts the pool
     -> clients say Hello again by themselves
 
+The successor gets the old one's settings file and flags too, which the old one tells in its status:
+flags that only its own command line had would otherwise end with it.
+
 What takes long (starting a process, imports) is over before the old daemon is told to go. Until
 then every failure leaves the old daemon as it was.
 """
@@ -19,7 +22,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Final, Optional
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple, Optional
 
 import typer
 
@@ -32,6 +35,9 @@ from hisparse_service.cli.options import (
     SetOption,
     flags_of,
 )
+
+if TYPE_CHECKING:
+    from hisparse_service.cli.connection import OperatorConnection
 
 _STANDBY_SPARE_S: Final = 5.0
 """The successor waits this much longer than the command: it must not give up first."""
@@ -89,6 +95,18 @@ def _log_file(path: Path | None) -> Iterator[int]:
         yield file.fileno()
 
 
+class _Inherited(NamedTuple):
+    """What the running daemon was started with, as it says."""
+
+    config: str
+    """Its settings file; empty without one."""
+    flags: dict[str, str]
+
+    def __str__(self) -> str:
+        words = [f"{name}={value}" for name, value in self.flags.items()]
+        return ", ".join([f"config {self.config}"] * bool(self.config) + words) or "nothing"
+
+
 def handover(
     config: ConfigOption = None,
     instance: InstanceOption = None,
@@ -98,6 +116,13 @@ def handover(
         typer.Option("--pool-bytes", help="As for serve; the pool that is there is kept"),
     ] = None,
     assignments: SetOption = None,
+    inherit: Annotated[
+        bool,
+        typer.Option(
+            "--inherit/--no-inherit",
+            help="The settings file and the flags of the running daemon, under those given here",
+        ),
+    ] = True,
     log_file: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option("--log-file", help="The successor's log; standard error when left out"),
@@ -110,39 +135,97 @@ def handover(
     """Start a successor of the running daemon and let it take over; workers stay attached."""
     from hisparse_service.cli.connection import OperatorConnection
     from hisparse_service.config import load_settings
-    from hisparse_service.contract import messages as m
 
     named = {"instance": instance, "runtime_dir": runtime_dir, "pool.bytes": pool_bytes}
     flags = flags_of(assignments)
     flags.update({name: value for name, value in named.items() if value is not None})
-    settings = load_settings(config_path=config, flags=flags).settings
+    loaded = load_settings(config_path=config, flags=flags)
+    directory = loaded.settings.resolved_runtime_dir()
     deadline_s = time.monotonic() + timeout_s
     with contextlib.ExitStack() as stack:
         # Before anything is started: without a daemon there is nothing to hand over.
-        old = stack.enter_context(
-            OperatorConnection(settings.resolved_runtime_dir(), timeout_s=timeout_s)
-        )
-        options = [] if config is None else ["--config", config]
+        old = stack.enter_context(OperatorConnection(directory, timeout_s=timeout_s))
+        inherited = _inherited(old) if inherit else None
+        config = loaded.path or (inherited.config if inherited else "")
+        # The directory that answered is the successor's, whatever else it is told.
+        flags = {**(inherited.flags if inherited else {}), **flags, "runtime_dir": str(directory)}
+        _check(config, flags, inherited)
+        options = [f"--config={config}"] if config else []
         options += [f"--set={name}={value}" for name, value in flags.items()]
         options += ["--standby", str(timeout_s + _STANDBY_SPARE_S)]
         successor = _Successor(options, log_file)
         stack.callback(successor.close)
-        if not successor.wait_for("STANDBY", deadline_s=deadline_s):
-            successor.end()
-            _fail("the successor did not start: its log says why. The old daemon goes on")
-        began_s = time.monotonic()
-        old.ask(m.Done, m.Drain(old.next_id(), stop=True, timeout_s=0.0, hand_over=True))
-        if not successor.wait_for("READY", deadline_s=deadline_s):
-            _fail("the successor is not ready: its log says why. The pool is kept: start a daemon")
-        took_s = time.monotonic() - began_s
-        report = {
-            "pid": successor.process.pid, "old_epoch": old.hello.epoch, "took_s": round(took_s, 3),
+        took_s = _replace(old, successor, deadline_s)
+        report: dict[str, object] = {
+            "pid": successor.process.pid, "old_epoch": f"{old.hello.epoch:016x}",
+            "took_s": round(took_s, 3),
+            "inherited": None if inherited is None else inherited._asdict(),
         }  # fmt: skip
     # It outlives this command on purpose: Python need not warn of a child that runs on.
     successor.process.returncode = 0
-    print(
-        json.dumps(report) if as_json else f"pid {report['pid']} took over in {report['took_s']} s"
-    )
+    if as_json:
+        print(json.dumps(report))
+        return
+    if inherited is not None:
+        print(f"inherited: {inherited}")
+    print(f"pid {report['pid']} took over in {report['took_s']} s")
+
+
+def _inherited(old: OperatorConnection) -> _Inherited | None:
+    """What the running daemon says it was started with; None, and a warning, of an older one."""
+    from hisparse_service.contract import messages as m
+
+    status = old.ask(m.StatusReply, m.Status(old.next_id())).status
+    told = status.get("started_with")
+    if told is None:
+        print(
+            f"warning: the running daemon (version {status.get('version', 'unknown')}) does not "
+            "tell its flags: the successor gets only those of this command and the defaults",
+            file=sys.stderr,
+        )
+        return None
+    flags = {str(name): str(value) for name, value in told["flags"].items()}
+    flags.pop("runtime_dir", None)  # the one that answered
+    return _Inherited(str(told["config"]), flags)
+
+
+def _check(config: str, flags: dict[str, object], inherited: _Inherited | None) -> None:
+    """Refuse what the successor would refuse, before it is started.
+
+    Raises:
+        ConfigError: The settings cannot work.
+    """
+    from hisparse_service.config import load_settings
+    from hisparse_service.contract.errors import ConfigError
+
+    try:
+        load_settings(config_path=config or None, flags=flags)
+    except ConfigError as error:
+        if inherited is None:
+            raise
+        raise ConfigError(
+            f"{error.message} (inherited from the running daemon: {inherited})",
+            remedy=f"{error.remedy}; `--no-inherit` leaves out what is inherited. The running "
+            "daemon goes on",
+        ) from error
+
+
+def _replace(old: OperatorConnection, successor: _Successor, deadline_s: float) -> float:
+    """Wait for the successor, tell the old one to go; seconds between both."""
+    from hisparse_service.contract import messages as m
+
+    if not successor.wait_for("STANDBY", deadline_s=deadline_s):
+        successor.end()
+        _fail("the successor did not start: its log says why. The old daemon goes on")
+    began_s = time.monotonic()
+    drain = m.Drain(
+        old.next_id(), stop=True, timeout_s=0.0, hand_over=True,
+        successor_pid=successor.process.pid,
+    )  # fmt: skip
+    old.ask(m.Done, drain)
+    if not successor.wait_for("READY", deadline_s=deadline_s):
+        _fail("the successor is not ready: its log says why. The pool is kept: start a daemon")
+    return time.monotonic() - began_s
 
 
 def _fail(message: str) -> None:

@@ -92,8 +92,10 @@ def status(
 def _print_status(found: dict[str, Any]) -> None:
     print(
         f"instance {found['instance']}  version {found['version']}  {found['phase']}"
-        f"  up {found['uptime_s']:.0f} s  epoch {found['epoch']:016x}"
+        f"  up {found['uptime_s']:.0f} s  epoch {_epoch_text(found['epoch'])}"
     )
+    if "pid" in found:  # an older daemon does not say
+        print(f"pid {found['pid']}  runtime directory {found['runtime_dir']}")
     pool, sessions = found["pool"], found["sessions"]
     if pool:
         print(
@@ -130,6 +132,11 @@ def _print_status(found: dict[str, Any]) -> None:
                 f"because of damage, {namespace['withdrawn']} of them are still read"
             )
     _print_devices(found["device"])
+
+
+def _epoch_text(epoch: int | str) -> str:
+    """As the log has it; an older daemon gives the number."""
+    return epoch if isinstance(epoch, str) else f"{epoch:016x}"
 
 
 def _print_devices(device: dict[str, Any]) -> None:
@@ -200,7 +207,7 @@ def sessions(
     print_table(
         rows,
         ["session", "kind", "state", "name", "group", "rank", "uid", "pid", "age_s", "silent_s",
-         "leases", "pins", "reserved_blocks", "messages"],
+         "leases", "pins", "reserved_blocks", "messages", "errors", "malformed"],
     )  # fmt: skip
 
 

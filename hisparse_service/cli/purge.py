@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from hisparse_service.cli.exit_codes import SEGMENT
 from hisparse_service.cli.options import ConfigOption, InstanceOption, JsonOption, flags_of
 
 
@@ -18,10 +19,13 @@ def purge(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove the instance's segments that no live process owns or uses."""
+    """Remove the instance's segments that no live process owns or uses.
+
+    Exit code 6 when there is one that this user could not look at.
+    """
     from hisparse_service.cli.operations import human_bytes, print_table
     from hisparse_service.config import load_settings
-    from hisparse_service.pool.purge import PurgeMode
+    from hisparse_service.pool.purge import PurgeMode, Verdict
     from hisparse_service.pool.purge import purge as purge_pool
 
     settings = load_settings(config_path=config, flags=flags_of(None, instance=instance)).settings
@@ -42,3 +46,5 @@ def purge(
         )
     else:
         print(f"no segments of instance {settings.instance}")
+    if any(each.verdict is Verdict.UNSEEN for each in found):
+        raise typer.Exit(SEGMENT)

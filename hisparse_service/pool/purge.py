@@ -33,7 +33,9 @@ class Verdict(enum.Enum):
     IN_USE = "in_use"
     """A live process has it mapped, or holds the user lock."""
     FOREIGN = "foreign"
-    """Not ours: another program, user, instance or an unknown version. Left alone."""
+    """Not ours: another program, instance or an unknown version. Left alone."""
+    UNSEEN = "unseen"
+    """It could not be opened, as another user's cannot: it may be a pool in use. Left alone."""
     GONE = "gone"
     """It went, or its name passed to another segment, while it was looked at."""
 
@@ -55,6 +57,8 @@ class Finding:
     reason: str
     is_damaged: bool = False
     """Of ours, and no daemon could adopt it."""
+    owner_uid: int | None = None
+    """Set for what could not be opened."""
 
 
 def purge(instance: str, *, mode: PurgeMode = PurgeMode.REMOVE) -> tuple[Finding, ...]:
@@ -76,32 +80,41 @@ def purge_one(name: str, mode: PurgeMode) -> Finding:
     if found is None:
         return Finding(name=name, size_bytes=0, verdict=Verdict.GONE, reason="it went meanwhile")
     try:
-        size = found.segment.size_bytes if found.segment is not None else 0
+        unopened = found.unopened
+        seen = found.segment or unopened
+        size = seen.size_bytes if seen is not None else 0
         verdict, reason = _judge(name, found)
         if verdict is Verdict.REMOVABLE and mode is PurgeMode.REMOVE and found.segment is not None:
             verdict = Verdict.REMOVED if found.segment.unlink() else Verdict.GONE
         is_damaged = found.header is None or found.contents is Contents.CORRUPT
         return Finding(
-            name=name, size_bytes=size, verdict=verdict, reason=reason, is_damaged=is_damaged
-        )
+            name=name, size_bytes=size, verdict=verdict, reason=reason, is_damaged=is_damaged,
+            owner_uid=unopened.owner_uid if unopened is not None else None,
+        )  # fmt: skip
     finally:
         found.close()
 
 
 def _judge(name: str, found: survey.Survey) -> tuple[Verdict, str]:
+    if found.segment is None:
+        may_live = found.unopened is not None and found.unopened.is_regular
+        return Verdict.UNSEEN if may_live else Verdict.FOREIGN, found.reason
     parsed = names.parse(name)
     building = parsed is not None and parsed.creator_pid is not None
     unfinished = found.header_found is HeaderFound.UNFINISHED
     foreign = (HeaderFound.FOREIGN, HeaderFound.WRONG_VERSION)
-    if found.header_found in foreign or found.segment is None or (unfinished and not building):
-        return Verdict.FOREIGN, found.reason
+    is_foreign = found.header_found in foreign or (unfinished and not building)
+    # Of another version, say: what it is cannot be told, that it lives can.
+    prefix = f"{found.reason}; " if is_foreign else ""
     if found.owner is Owner.HELD:
-        return Verdict.OWNED, "a live daemon holds its owner lock"
+        return Verdict.OWNED, f"{prefix}a live daemon holds its owner lock"
     if found.users is Users.ATTACHED:
-        return Verdict.IN_USE, "a live process holds its user lock"
+        return Verdict.IN_USE, f"{prefix}a live process holds its user lock"
     mappers = mapping_pids(found.segment)
     if mappers:
-        return Verdict.IN_USE, f"mapped by pid {', '.join(map(str, mappers))}"
+        return Verdict.IN_USE, f"{prefix}mapped by pid {', '.join(map(str, mappers))}"
+    if is_foreign:
+        return Verdict.FOREIGN, found.reason
     return Verdict.REMOVABLE, found.reason or "no live process owns or uses it"
 
 

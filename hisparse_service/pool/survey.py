@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from typing import Final
@@ -29,13 +30,23 @@ from hisparse_service.contract.segment_header import (
 from hisparse_service.pool import names
 from hisparse_service.pool.arena import Arena
 from hisparse_service.pool.recovery import Contents, Found, HeaderFound, Name, Owner, Size, Users
-from hisparse_service.pool.segment_file import SHM_DIR, SegmentFile, open_existing
+from hisparse_service.pool.segment_file import SHM_DIR, SegmentFile, open_existing, shm_path
 
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 _LOCK_ATTEMPTS: Final = 5
 _LOCK_RETRY_S: Final = 0.02
 _BLOCK_BYTES: Final = 512
 """Unit of st_blocks."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unopened:
+    """What a name alone tells of something that this process may not open."""
+
+    owner_uid: int
+    size_bytes: int
+    is_regular: bool
+    """A file, as segments are: it may be a pool, and it may live."""
 
 
 @dataclasses.dataclass
@@ -51,6 +62,8 @@ class Survey:
     """Why it is not good, for people."""
     segment: SegmentFile | None = None
     """Open, its owner lock held where `owner` is FREE. None for what could not be opened."""
+    unopened: Unopened | None = None
+    """Set where `segment` is None."""
     header: Header | None = None
     """Set where `header_found` is GOOD."""
     records: tuple[tuple[int, BackingRecord], ...] = ()
@@ -85,12 +98,32 @@ def look(name: str) -> Survey | None:
     except FileNotFoundError:
         return None
     except PermissionError as error:
-        return Survey(name=name, header_found=HeaderFound.FOREIGN, reason=str(error))
+        return _look_outside(name, error)
     try:
         return _look_inside(name, segment)
     except BaseException:
         segment.close()
         raise
+
+
+def _look_outside(name: str, error: PermissionError) -> Survey | None:
+    """What could not be opened, by what everybody may see of it."""
+    try:
+        status = os.lstat(shm_path(name))
+    except FileNotFoundError:
+        return None
+    unopened = Unopened(
+        owner_uid=status.st_uid, size_bytes=status.st_size, is_regular=stat.S_ISREG(status.st_mode)
+    )
+    reason = error.strerror or str(error)
+    if unopened.is_regular:
+        asking = os.geteuid()
+        reason = (
+            f"it belongs to uid {status.st_uid}; this user ({asking}) cannot see whether it lives"
+            if status.st_uid != asking
+            else f"it cannot be opened ({reason}): whether it lives cannot be seen"
+        )
+    return Survey(name=name, header_found=HeaderFound.FOREIGN, reason=reason, unopened=unopened)
 
 
 def _look_inside(name: str, segment: SegmentFile) -> Survey | None:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 from hisparse_service.contract import messages as m
@@ -24,11 +25,14 @@ def status_of(state: ServerState, now_s: float) -> dict[str, Any]:
     workers = state.num_workers
     return {
         "instance": options.instance,
-        "epoch": options.epoch,
+        "epoch": f"{options.epoch:016x}",
+        "pid": os.getpid(),
+        "runtime_dir": options.runtime_dir,
         "version": options.daemon_version,
         "phase": state.phase.value,
         "progress": round(state.progress, 4),
         "uptime_s": round(now_s - options.started_s, 3),
+        "pool_bytes": options.pool_bytes,
         "pool": _pool_status(state),
         "namespaces": [_namespace_status(state, entry) for entry in state.namespaces.values()],
         "sessions": {
@@ -126,8 +130,12 @@ def status(
     request: m.Status,
     now_s: float,
 ) -> m.Reply:
-    """The status."""
-    return m.StatusReply(request.request_id, state.options.epoch, status_of(state, now_s))
+    """The status, and for `handover` what the daemon was started with."""
+    options = state.options
+    started_with = {"config": options.config_path, "flags": dict(options.flags)}
+    return m.StatusReply(
+        request.request_id, options.epoch, {**status_of(state, now_s), "started_with": started_with}
+    )
 
 
 def sessions(
@@ -167,6 +175,7 @@ def _session_row(state: ServerState, client: Client, now_s: float) -> dict[str, 
         "silent_s": round(now_s - session.last_seen_s, 3),
         "messages": session.statistics.messages,
         "errors": session.statistics.errors,
+        "malformed": session.statistics.malformed,
         "dropped_replies": session.statistics.dropped_replies,
         "waiting_requests": len(client.pending),
         "reserved_blocks": usage.reserved_blocks,
@@ -256,5 +265,6 @@ def drain(
         timeout_s = 0.0 if request.hand_over else request.timeout_s
         if request.hand_over:
             state.keeps_pool = True
+            state.successor_pid = request.successor_pid
         state.begin_drain(now_s + timeout_s, request.stop or request.hand_over)
     return m.Done(request.request_id, state.options.epoch)

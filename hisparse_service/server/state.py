@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from hisparse_service.pool.pool import Backing, Pool
 from hisparse_service.server.block_checks import BlockChecks
 from hisparse_service.server.device_backings import DeviceBackings
 from hisparse_service.server.events import EventPublisher
+from hisparse_service.server.refusals import RefusalLog
 from hisparse_service.telemetry.metrics import ServerMetrics
 from hisparse_service.telemetry.recorder import TraceRecorder
 from hisparse_service.telemetry.taps import MessageTap
@@ -154,6 +155,13 @@ class ServerOptions:
     session_timeout_s: float
     lease_ttl_s: float
     started_s: float
+    config_path: str = ""
+    """Of the settings file; empty without one."""
+    flags: Mapping[str, str] = field(default_factory=dict)
+    """Settings of the command line, by dotted name: a successor by `handover` gets them too."""
+    runtime_dir: str = ""
+    pool_bytes: int = 0
+    """As the settings say; a pool that was adopted may have another size."""
 
 
 @dataclass(slots=True, eq=False)
@@ -185,6 +193,8 @@ class ServerState:
     phase: Phase = Phase.STARTING
     keeps_pool: bool = False
     """At the end the pool stays, with or without workers: a successor waits for it."""
+    successor_pid: int = 0
+    """Of that successor, as `Drain` says it; 0: not told."""
     progress: float = 0.0
     """Of population, 0 to 1."""
     clients: dict[bytes, Client] = field(default_factory=dict)
@@ -202,6 +212,8 @@ class ServerState:
     """Device memory that outlives the workers; switched off unless the daemon gives it."""
     checks: BlockChecks = field(default_factory=BlockChecks)
     """Blocks that readers reported as damaged."""
+    refusals: RefusalLog = field(default_factory=RefusalLog)
+    """What is refused at the door, for the log."""
 
     @property
     def directory(self) -> Directory:

@@ -126,7 +126,7 @@ class Sampler:
         now = datetime.datetime.now(datetime.UTC)
         return made | {
             "at": now.isoformat(timespec="milliseconds"),
-            "epoch": f"{snapshot['epoch']:016x}",
+            "epoch": snapshot["epoch"],
             "session_rows": self._metrics.session_rows[:MAX_SHOWN_SESSIONS],
             "rates": self._rates(),
             "history": self._history(HISTORY_SAMPLES),

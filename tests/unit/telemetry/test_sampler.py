@@ -24,7 +24,7 @@ STATISTICS = (
 
 def snapshot(uptime_s: float, *, count: int = 0, namespaces: int = 1) -> dict[str, Any]:
     return {
-        "instance": "t", "version": "1", "epoch": 7, "phase": "ready", "progress": 1.0,
+        "instance": "t", "version": "1", "epoch": f"{7:016x}", "phase": "ready", "progress": 1.0,
         "uptime_s": uptime_s, "pool": {}, "requests": {"Ping": {"count": count}},
         "sessions": {"workers": 2, "quarantined": 0}, "errors": {}, "helpers": {}, "cuda": {},
         "workers": {}, "limits": {}, "http": {},
