@@ -190,6 +190,8 @@ class LoadedSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     settings: Settings
     origins: dict[str, str]
+    path: str = ""
+    """Of the settings file, absolute; empty without one."""
 
 
 def default_runtime_dir(instance: str, environment: Mapping[str, str]) -> Path:
@@ -330,7 +332,9 @@ def load_settings(
         origins.update(layer_origins)
     settings = _convert(values, origins)
     _check_relations(settings, origins)
-    return LoadedSettings(settings=settings, origins=origins)
+    return LoadedSettings(
+        settings=settings, origins=origins, path=os.path.abspath(path) if path else ""
+    )
 
 
 def flatten(settings: Settings) -> dict[str, Any]:

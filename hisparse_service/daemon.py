@@ -18,6 +18,7 @@ import os
 import secrets
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -85,6 +86,8 @@ class Daemon:
         standby_s: How long to wait for a living predecessor to end (it gets the line "STANDBY"
             before); 0: its presence is an error.
         begun: The start so far, which the caller closes; None: begin here.
+        config_path: The settings file, for whoever asks; empty without one.
+        flags: Settings of the command line by dotted name, for a successor.
     """
 
     def __init__(
@@ -95,8 +98,11 @@ class Daemon:
         ready_fd: int = -1,
         standby_s: float = 0.0,
         begun: Begun | None = None,
+        config_path: str = "",
+        flags: Mapping[str, str] | None = None,
     ) -> None:
         self._settings = settings
+        self._config_path, self._flags = config_path, dict(flags or {})
         self._begun = begun
         self._opener = begun.opener if begun is not None else PoolOpener(pool_settings(settings))
         self._listener = listener
@@ -167,7 +173,7 @@ class Daemon:
         )
         log.info(
             "starting", endpoint=transport.control_endpoint, instance=settings.instance,
-            pid=os.getpid(), epoch=self._epoch, pool_bytes=settings.pool.bytes,
+            pid=os.getpid(), epoch=f"{self._epoch:016x}", pool_bytes=settings.pool.bytes,
         )  # fmt: skip
         self._helpers.start("pool-opener", self._open_pool, restart=Restart.NEVER)
         self._helpers.start("block-checks", state.checks.run, restart=Restart.ALWAYS)
@@ -200,7 +206,11 @@ class Daemon:
                 heartbeat_interval_s=limits.heartbeat_interval_s,
                 session_timeout_s=limits.session_timeout_s,
                 lease_ttl_s=limits.lease_ttl_s,
+                config_path=self._config_path,
+                flags=self._flags,
                 started_s=self._begun.started_s if self._begun is not None else time.monotonic(),
+                runtime_dir=str(settings.resolved_runtime_dir()),
+                pool_bytes=settings.pool.bytes,
             ),
             sessions=SessionTable(
                 timeout_s=limits.session_timeout_s, max_sessions=limits.max_sessions
@@ -348,6 +358,7 @@ class Daemon:
         state.events.read_subscriptions()
         state.events.tick(now_s)
         self._helpers.check(now_s)
+        state.refusals.tick(now_s)
         if self._registrar is not None:
             self._registrar.poll()
         tick_devices(state, now_s)
@@ -403,7 +414,10 @@ class Daemon:
         if not self._stop_when_drained:
             return
         assert self._drain_deadline_s is not None
-        if self._state.num_workers == 0:
+        if self._state.keeps_pool:
+            pid = self._state.successor_pid
+            self._loop.stop(f"handed over to pid {pid}" if pid else "handed over")
+        elif self._state.num_workers == 0:
             self._loop.stop("drained")
         elif self._state.phase is Phase.STARTING:
             self._loop.stop("stopped before it was ready")
@@ -416,6 +430,7 @@ class Daemon:
         """Give everything back. With workers attached, the pool stays for the successor."""
         state = self._state
         state.phase = Phase.STOPPED
+        state.refusals.close()
         if not state.keeps_pool:
             self._manager.stopping()
         has_workers = state.num_workers > 0

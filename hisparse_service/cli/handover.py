@@ -20,7 +20,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple, Optional
 
@@ -102,6 +102,11 @@ class _Inherited(NamedTuple):
     """Its settings file; empty without one."""
     flags: dict[str, str]
 
+    def below(self, config: str, flags: Mapping[str, object]) -> _Inherited:
+        """What is left of it under what the command itself was given."""
+        left = {name: value for name, value in self.flags.items() if name not in flags}
+        return _Inherited("" if config else self.config, left)
+
     def __str__(self) -> str:
         words = [f"{name}={value}" for name, value in self.flags.items()]
         return ", ".join([f"config {self.config}"] * bool(self.config) + words) or "nothing"
@@ -139,13 +144,17 @@ def handover(
     named = {"instance": instance, "runtime_dir": runtime_dir, "pool.bytes": pool_bytes}
     flags = flags_of(assignments)
     flags.update({name: value for name, value in named.items() if value is not None})
-    loaded = load_settings(config_path=config, flags=flags)
+    # Only where the running daemon is: the others count together with what it was told.
+    where = {name: flags[name] for name in ("instance", "runtime_dir") if name in flags}
+    loaded = load_settings(config_path=config, flags=where)
     directory = loaded.settings.resolved_runtime_dir()
     deadline_s = time.monotonic() + timeout_s
     with contextlib.ExitStack() as stack:
         # Before anything is started: without a daemon there is nothing to hand over.
         old = stack.enter_context(OperatorConnection(directory, timeout_s=timeout_s))
         inherited = _inherited(old) if inherit else None
+        if inherited is not None:
+            inherited = inherited.below(loaded.path, flags)
         config = loaded.path or (inherited.config if inherited else "")
         # The directory that answered is the successor's, whatever else it is told.
         flags = {**(inherited.flags if inherited else {}), **flags, "runtime_dir": str(directory)}

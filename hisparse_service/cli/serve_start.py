@@ -8,14 +8,15 @@ compares them).
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 if TYPE_CHECKING:
-    from hisparse_service.config import Settings
+    from hisparse_service.config import LoadedSettings
     from hisparse_service.pool.pool import Pool
     from hisparse_service.pool.populate import Progress
 
@@ -100,22 +101,23 @@ def run(options: ServeOptions) -> None:
     from hisparse_service.config import load_settings
     from hisparse_service.testing.faults import arm_from_environment
 
-    settings = load_settings(config_path=options.config, flags=options.flags).settings
+    loaded = load_settings(config_path=options.config, flags=options.flags)
     arm_from_environment()
     if options.standby_s > 0:
         # The predecessor serves until it ends: whatever can be done before its end is.
-        _run_daemon(settings, options, None)
+        _run_daemon(loaded, options, None)
         return
     from hisparse_service.start import begin
 
-    with begin(settings) as begun:
-        _run_daemon(settings, options, begun)
+    with begin(loaded.settings) as begun:
+        _run_daemon(loaded, options, begun)
 
 
-def _run_daemon(settings: Settings, options: ServeOptions, begun: Any) -> None:
+def _run_daemon(loaded: LoadedSettings, options: ServeOptions, begun: Any) -> None:
     from hisparse_service.daemon import Daemon
     from hisparse_service.telemetry.logs import configure_logs
 
+    settings = loaded.settings
     configure_logs(
         format=settings.log.format,
         level=settings.log.level,
@@ -126,8 +128,17 @@ def _run_daemon(settings: Settings, options: ServeOptions, begun: Any) -> None:
     )
     Daemon(
         settings, listener=listener, ready_fd=options.ready_fd, standby_s=options.standby_s,
-        begun=begun,
+        begun=begun, config_path=loaded.path, flags=_lasting(options.flags),
     ).run()  # fmt: skip
+
+
+def _lasting(flags: Mapping[str, object]) -> dict[str, str]:
+    """The flags as text that means the same in another directory."""
+    texts = {name: str(value) for name, value in flags.items()}
+    for name in ("runtime_dir", "http.token_file"):
+        if texts.get(name):
+            texts[name] = os.path.abspath(texts[name])
+    return texts
 
 
 class ProgressLog:

@@ -66,6 +66,7 @@ MAX_REGISTRATION_RANGES: Final = 4_096
 
 # --- membership -----------------------------------------------------------------------------
 MAX_SESSIONS: Final = 256
+MAX_WORLD_SIZE: Final = 2**20
 MAX_LEASES_PER_SESSION: Final = 8_192
 """All of them end at once when the session does, about 10 us each on the control loop (65,536 took
 956 ms, 2 busy cores, 2026-12-01)."""

@@ -92,7 +92,7 @@ class Hello(Request, tag=1, frozen=True):
     group: Text
     """Name of the tensor-parallel group (one engine); empty: a group of its own."""
     rank: U32
-    world_size: Annotated[int, Meta(ge=1, le=2**20)]
+    world_size: Annotated[int, Meta(ge=1, le=limits.MAX_WORLD_SIZE)]
     device_uuid: Text
     """Of the worker's GPU; empty without one."""
     operator: bool = False
@@ -550,6 +550,8 @@ class Drain(Request, tag=44, frozen=True):
     stop: bool
     timeout_s: Annotated[float, Meta(ge=0, le=86_400)] = 30.0
     hand_over: bool = False
+    successor_pid: U32 = 0
+    """Who waits, for the log; 0: not told."""
 
 
 Limit = Annotated[int, Meta(ge=-1, le=2**63 - 1)]

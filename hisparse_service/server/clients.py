@@ -102,7 +102,8 @@ def begin_session(
     watched = state.watcher.watch(session.session_id, credentials.pid)
     state.sessions.welcome(session)
     state.metrics.sessions_total += 1
-    log.info(
+    tell = log.debug if hello.operator else log.info
+    tell(
         "session_opened", session=session.session_id, pid=credentials.pid, uid=credentials.uid,
         client=hello.client_name, group=hello.group, rank=hello.rank, operator=hello.operator,
         pid_watched=watched is WatchResult.WATCHED,
@@ -156,11 +157,31 @@ def end_session(state: ServerState, client: Client, cause: DeathCause) -> None:
     state.sessions.forget(session)
     state.metrics.count_death(cause.value)
     state.metrics.workers.ended(session.session_id, _worker_of(client))
-    log.info(
+    tell = log.debug if client.is_operator else log.info
+    tell(
         "session_ended", session=session.session_id, cause=cause.value,
         returned_blocks=ended.returned_blocks, dropped_pins=ended.dropped_pins,
         quarantined_blocks=ended.quarantined_blocks,
     )  # fmt: skip
+
+
+def log_operator_request(client: Client, request: m.Request) -> None:
+    """Who changed something. Commands that only ask leave no line: scripts run them all day."""
+    match request:
+        case m.Evict() | m.Drain() | m.ReleaseDeviceBacking():
+            changes = True
+        case m.SetLimits():
+            changes = request != m.SetLimits(request.request_id)
+        case m.Trace():
+            changes = request.action != "look"
+        case _:
+            changes = False
+    if changes:
+        credentials = client.session.credentials
+        log.info(
+            "operator_request", request=type(request).__name__, pid=credentials.pid,
+            uid=credentials.uid, session=client.session.session_id,
+        )  # fmt: skip
 
 
 def _may_live(state: ServerState, session_id: int, cause: DeathCause) -> bool:

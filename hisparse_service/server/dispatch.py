@@ -38,7 +38,13 @@ from hisparse_service.server import handlers_device as device
 from hisparse_service.server import handlers_operations as operations
 from hisparse_service.server import handlers_session as session
 from hisparse_service.server import handlers_shared_events as shared_events
-from hisparse_service.server.clients import begin_session, draining, end_session, hello_reply
+from hisparse_service.server.clients import (
+    begin_session,
+    draining,
+    end_session,
+    hello_reply,
+    log_operator_request,
+)
 from hisparse_service.server.state import (
     AwaitsHelper,
     Client,
@@ -179,7 +185,7 @@ class Dispatcher:
             if reply is None:
                 return
         except HiSparseError as error:
-            reply = self._refuse(client, request, error)
+            reply = self._refuse(client, request, error, str(frame.get("Peer-Address")))
         except AssertionError as error:
             raise BrokenInvariantError(f"{type(request).__name__}: {error}") from error
         except Exception as error:
@@ -190,7 +196,7 @@ class Dispatcher:
         if state.taps and request is not None:
             self._tap(client, request, reply, started_ns, ended_ns, len(frame))
 
-    def on_wrong_frames(self, routing_id: bytes, num_frames: int) -> None:
+    def on_wrong_frames(self, routing_id: bytes, num_frames: int, peer_address: str = "") -> None:
         """Answer a message that is not one frame."""
         client = self._state.clients.get(routing_id)
         error = MalformedMessage(
@@ -198,7 +204,7 @@ class Dispatcher:
             remedy="Use a DEALER socket and send one frame a request",
             num_frames=num_frames,
         )
-        self._reply(client, routing_id, self._refuse(client, None, error))
+        self._reply(client, routing_id, self._refuse(client, None, error, peer_address))
 
     def run_slice(self, now_s: float) -> None:
         """One slice of the next session's first waiting request."""
@@ -279,6 +285,8 @@ class Dispatcher:
         client.session.last_seen_s = now_s
         client.session.statistics.messages += 1
         handler, needs, overtakes = ROUTES[type(request)]
+        if client.is_operator:
+            log_operator_request(client, request)
         if client.pending and not overtakes:
             self._queue(client, request, None, frame_bytes, now_s)
             return None
@@ -361,7 +369,11 @@ class Dispatcher:
             tap.offer(answered)
 
     def _refuse(
-        self, client: Client | None, request: m.Request | None, error: HiSparseError
+        self,
+        client: Client | None,
+        request: m.Request | None,
+        error: HiSparseError,
+        peer_address: str = "",
     ) -> m.Reply:
         metrics = self._state.metrics
         metrics.count_error(error.code)
@@ -369,6 +381,9 @@ class Dispatcher:
             metrics.malformed += 1
         if client is not None:
             client.session.statistics.errors += 1
+        self._state.refusals.note(
+            client, request, error, peer_address=peer_address, now_s=time.monotonic()
+        )
         request_id = request.request_id if request is not None else 0
         if request is None:
             request_id = int(error.details.get("request_id", 0))

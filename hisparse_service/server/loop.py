@@ -174,7 +174,8 @@ class ControlLoop:
         if routing_id == WAKE_ROUTING_ID:
             self._waker.run_ready()
         elif frame.more:
-            dispatcher.on_wrong_frames(routing_id, self._skip_frames())
+            peer_address = str(frame.get("Peer-Address"))
+            dispatcher.on_wrong_frames(routing_id, self._skip_frames(), peer_address)
 
     def _skip_frames(self) -> int:
         """Read off the rest of a message; the number of its frames."""

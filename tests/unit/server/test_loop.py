@@ -37,7 +37,7 @@ class Echo:
             self.loop.stop("asked")
         self.last_result = self.loop.send(routing_id, frame.bytes)
 
-    def on_wrong_frames(self, routing_id: bytes, num_frames: int) -> None:
+    def on_wrong_frames(self, routing_id: bytes, num_frames: int, _peer_address: str) -> None:
         self.wrong.append(num_frames)
         self.loop.send(routing_id, b"wrong")
 
