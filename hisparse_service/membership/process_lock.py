@@ -173,9 +173,7 @@ def observe(path: Path, *, owner_uid: int | None = None) -> Observation:
         os.close(fd)
 
 
-def _open(
-    path: Path, flags: int = os.O_RDWR | os.O_CREAT, *, owner_uid: int | None = None
-) -> int:
+def _open(path: Path, flags: int = os.O_RDWR | os.O_CREAT, *, owner_uid: int | None = None) -> int:
     owner_uid = os.geteuid() if owner_uid is None else owner_uid
     try:
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
