@@ -11,10 +11,11 @@ import sys
 import time
 from pathlib import Path
 
-from hisparse_service.contract.errors import ConfigError
-from hisparse_service.contract.limits import CONNECT_TIMEOUT_S, MAX_UNIX_PATH_BYTES
+from hisparse_service.contract.errors import ServiceUnavailable
+from hisparse_service.contract.limits import CONNECT_TIMEOUT_S
 from worker_client.client import Client
 from worker_client.embedded import SCHEME, EmbeddedDaemon
+from worker_client.endpoint import Approach, ipc_endpoint
 from worker_client.session import Identity, Session
 
 __all__ = ["Client", "connect"]
@@ -46,8 +47,11 @@ def connect(
         timeout_s: For the daemon to answer, its start included for ``embedded://``.
 
     Raises:
+        UsageError: `rank` lies outside of the group, or a text is too long.
         ConfigError: The endpoint cannot be used.
-        ServiceUnavailable: No answer in time.
+        NotAuthorised: The runtime directory or the daemon is closed to this user.
+        ServiceUnavailable: No answer in time; what is missing is in the message. A directory or a
+            socket that is not there yet is waited for.
         NotReady: The private daemon's pool was not reserved in time.
     """
     identity = Identity(
@@ -58,10 +62,15 @@ def connect(
         device_uuid=device_uuid,
         delegates_copies=delegates_copies,
     )
+    identity.check()
     address = os.fspath(endpoint)
     if not address.startswith(SCHEME):
-        session = Session(_ipc_endpoint(address), identity)
-        session.open(timeout_s=timeout_s)
+        session = Session(ipc_endpoint(address), identity)
+        approach = Approach(session.endpoint)
+        try:
+            session.open(timeout_s=timeout_s, alive=approach)
+        except ServiceUnavailable as error:
+            raise approach.explain(error) from error
         return Client(session)
     daemon = EmbeddedDaemon.start(address)
     try:
@@ -78,21 +87,3 @@ def connect(
         client.close()
         raise
     return client
-
-
-def _ipc_endpoint(address: str) -> str:
-    scheme, separator, path = address.rpartition("://")
-    if separator and scheme != "ipc":
-        raise ConfigError(
-            f"the endpoint {address!r} has the scheme {scheme!r}",
-            remedy="Use ipc://, the daemon's runtime directory, or embedded://",
-        )
-    if not separator:
-        path = str(Path(path).absolute() / "control.sock")
-    if not path or len(os.fsencode(path)) > MAX_UNIX_PATH_BYTES:
-        raise ConfigError(
-            f"the socket path {path!r} has {len(os.fsencode(path))} bytes, "
-            f"allowed are 1 to {MAX_UNIX_PATH_BYTES}",
-            remedy="Give the daemon a shorter runtime directory",
-        )
-    return f"ipc://{path}"

@@ -31,6 +31,7 @@ from hisparse_service.contract.crashpoints import crash_point, declare
 from hisparse_service.contract.errors import (
     ClosedError,
     ForeignSegment,
+    HiSparseError,
     PeerError,
     ServiceUnavailable,
 )
@@ -64,6 +65,26 @@ AnswerT = TypeVar("AnswerT")
 AskBacking = Callable[[], BackingReply]
 
 
+class _Patience:
+    """What is left of one time-out that several questions share; work between them is not counted.
+
+    Args:
+        timeout_s: For all of them.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._left_s = timeout_s
+
+    @contextmanager
+    def spent(self) -> Iterator[float]:
+        """The deadline of one question, CLOCK_MONOTONIC in s."""
+        began_s = time.monotonic()
+        try:
+            yield began_s + self._left_s
+        finally:
+            self._left_s -= time.monotonic() - began_s
+
+
 class Attachment:
     """Gives one namespace its pool.
 
@@ -85,11 +106,13 @@ class Attachment:
         cuda: CudaUse,
         driver: RegistrationDriver | None,
         timeout_s: float,
+        turn_timeout_s: float = TURN_TIMEOUT_S,
     ) -> HostPool:
         """See `Namespace.attach`."""
-        ask = partial(self._ask, num_blocks, timeout_s)
         with self._one_at_a_time:
-            self._patiently(self._mend, time.monotonic() + timeout_s)
+            patience = _Patience(timeout_s)
+            ask = partial(self._ask, num_blocks, patience)
+            self._patiently(self._mend, patience)
             for _ in range(_MAX_ATTEMPTS):
                 seen = self._link.session.hello
                 backing = ask()
@@ -101,7 +124,7 @@ class Attachment:
                 if driver is None:
                     driver = find_driver(cuda)
                 made = self._map(backing, ask)
-                if made is not None and self._finish(made, driver, seen, ask):
+                if made is not None and self._finish(made, driver, seen, ask, turn_timeout_s):
                     return made
             raise ServiceUnavailable(
                 f"the daemon was replaced {_MAX_ATTEMPTS} times during one attach",
@@ -130,11 +153,11 @@ class Attachment:
                 link.open(timeout_s=timeout_s)
                 link.broken = None
 
-    def _ask(self, num_blocks: int, timeout_s: float) -> BackingReply:
+    def _ask(self, num_blocks: int, patience: _Patience) -> BackingReply:
         build = self._link.backing_request(num_blocks)
         return self._patiently(
             lambda slice_s: self._link.request(build, BackingReply, timeout_s=slice_s),
-            time.monotonic() + timeout_s,
+            patience,
         )
 
     def _map(self, backing: BackingReply, ask: AskBacking) -> HostPool | None:
@@ -152,13 +175,14 @@ class Attachment:
         driver: RegistrationDriver | None,
         seen: HelloReply | None,
         ask: AskBacking,
+        turn_timeout_s: float,
     ) -> bool:
         """Register what was mapped and hand it over; False where it was undone for a new daemon."""
         try:
             crash_point(_AFTER_MAP)
             pool.touch_page_tables()
             if driver is not None:
-                with self.registration_turn(timeout_s=TURN_TIMEOUT_S):
+                with self.registration_turn(timeout_s=turn_timeout_s):
                     pool.take_registration(register_ranges(driver, pool.address, pool.ranges))
                     crash_point(_AFTER_REGISTER)
             for _ in range(_MAX_ATTEMPTS):
@@ -194,11 +218,17 @@ class Attachment:
         try:
             self._wait_for_turn(timeout_s)
             yield
-        finally:
+        except BaseException:
             # Also without the turn: who gave up waiting would get it all the same, and nobody
-            # after it. A daemon that died meanwhile forgot it, which is as good.
-            with contextlib.suppress(PeerError):
-                self._link.request(self._turn_request(release=True), TurnReply)
+            # after it. Why it cannot be given back says less than what went wrong.
+            with contextlib.suppress(HiSparseError):
+                self._give_turn_back()
+            raise
+        with contextlib.suppress(PeerError):  # a daemon that died forgot it, which is as good
+            self._give_turn_back()
+
+    def _give_turn_back(self) -> None:
+        self._link.request(self._turn_request(release=True), TurnReply)
 
     def _wait_for_turn(self, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
@@ -206,8 +236,9 @@ class Attachment:
         while True:
             try:
                 turn = self._link.request(
-                    self._turn_request(release=False), TurnReply, timeout_s=_ANSWER_S
-                )
+                    self._turn_request(release=False), TurnReply,
+                    timeout_s=min(max(deadline_s - time.monotonic(), _PAUSE_MAX_S), _ANSWER_S),
+                )  # fmt: skip
             except ServiceUnavailable:
                 if time.monotonic() >= deadline_s:
                     raise
@@ -229,19 +260,20 @@ class Attachment:
         link = self._link
         return lambda request_id: RegistrationTurn(request_id, link.namespace_id, release)
 
-    def _patiently(self, ask: Callable[[float], AnswerT], deadline_s: float) -> AnswerT:
+    def _patiently(self, ask: Callable[[float], AnswerT], patience: _Patience) -> AnswerT:
         """Ask until it is answered, for `_ANSWER_S` each time; the others ask in between.
 
         What is asked so may be asked twice: the daemon gives the same answer.
 
         Raises:
-            ServiceUnavailable: Not before the deadline.
+            ServiceUnavailable: Not while the patience lasted.
         """
-        while True:
-            try:
-                return ask(min(max(deadline_s - time.monotonic(), 0.0), _ANSWER_S))
-            except ServiceUnavailable:
-                if time.monotonic() >= deadline_s:
-                    raise
-            # Without it the next question is there before a thread that waits for the lock.
-            time.sleep(_PAUSE_MAX_S)
+        with patience.spent() as deadline_s:
+            while True:
+                try:
+                    return ask(min(max(deadline_s - time.monotonic(), 0.0), _ANSWER_S))
+                except ServiceUnavailable:
+                    if time.monotonic() >= deadline_s:
+                        raise
+                # Without it the next question is there before a thread that waits for the lock.
+                time.sleep(min(_PAUSE_MAX_S, max(deadline_s - time.monotonic(), 0.0)))

@@ -45,7 +45,7 @@ from worker_client.publication import (
     MirrorOutcome,
     MirrorResult,
 )
-from worker_client.session import Session
+from worker_client.session import Session, check_text
 
 if TYPE_CHECKING:
     from worker_client.embedded import EmbeddedDaemon
@@ -178,8 +178,10 @@ class Client:
             name: For people; `model` when empty.
 
         Raises:
+            UsageError: `name` is too long.
             GeometryMismatch: Open already with another geometry.
         """
+        check_text("name", name or model)
         geometry.check()
         fingerprint = namespace_fingerprint(
             model=model, kv_dtype=kv_dtype, geometry=geometry, tenant=tenant, salt=salt
@@ -190,7 +192,7 @@ class Client:
                 made = Namespace(
                     self, name=name or model, fingerprint=fingerprint, geometry=geometry
                 )
-                made.open()
+                made._open()
                 # Waiting for a daemon gives the lock up: another thread may have been first.
                 namespace = self._namespaces.setdefault(fingerprint, made)
             return namespace
@@ -225,7 +227,7 @@ class Client:
                 for stream in list(self._streams):
                     stack.callback(stream.close)
                 for namespace in list(self._namespaces.values()):
-                    stack.callback(namespace.detach)
+                    stack.callback(namespace._detach)
 
     def __enter__(self) -> Client:
         return self
@@ -243,13 +245,13 @@ class Client:
         """A new session was made."""
         self.leases.begin_session()
         for namespace in self._namespaces.values():
-            namespace.reattach()
+            namespace._reattach()
         self.devices.reattach()
 
     def hand_in(self) -> None:
         """The daemon answers again."""
         for namespace in self._namespaces.values():
-            namespace.hand_in()
+            namespace._hand_in()
 
     def leases_to_renew(self, now_ns: int) -> list[int]:
         """Leases, the writer's included, whose time is half over."""
@@ -264,7 +266,7 @@ class Client:
         """What a late reply gave goes back: its request was given up."""
         if isinstance(reply, MirrorReply):
             for namespace in self._namespaces.values():
-                namespace.settle_late(reply)
+                namespace._settle_late(reply)
         self.leases.late_reply(reply)
 
     def housekeeping(self) -> None:

@@ -183,7 +183,7 @@ class LeaseBook:
     def housekeeping(self) -> None:
         """Release what was dropped without a release, give back what nobody was told of."""
         for late in list(self.late.take()):
-            late.lease.namespace.give_back_late(late)
+            late.lease.namespace._give_back_late(late)
         if self._unreleased:
             lease_ids = [lease_id for lease_id in self._drain_unreleased() if lease_id]
             self.release_ids(lease_ids)

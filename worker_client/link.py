@@ -14,6 +14,7 @@ import time
 
 import numpy.typing as npt
 
+from hisparse_service.contract import limits
 from hisparse_service.contract.errors import (
     ForeignSegment,
     HiSparseError,
@@ -42,7 +43,7 @@ from worker_client.late import Late, Part
 from worker_client.lease_book import LeaseBook
 from worker_client.session import BuildRequest, ReplyT, Session, WhenAway
 
-__all__ = ["NamespaceLink", "live_id", "other_segment", "raw"]
+__all__ = ["NamespaceLink", "count_refused", "keys_refused", "live_id", "other_segment", "raw"]
 
 
 class NamespaceLink:
@@ -212,6 +213,31 @@ def live_id(lease: BlockLease) -> int:
     """
     lease.require_granted()
     return lease.lease_id
+
+
+def count_refused(what: str, num_blocks: int, limit: int) -> UsageError:
+    """A number of blocks that no daemon is asked for."""
+    return UsageError(
+        f"{what}: {num_blocks} blocks, one request takes 1 to {limit}",
+        remedy="Ask for fewer at once" if num_blocks > limit else "Ask for one block or more",
+        limit=limit, value=num_blocks,
+    )  # fmt: skip
+
+
+def keys_refused(size_bytes: int) -> UsageError:
+    """Keys that are no keys, or too many for one message."""
+    width, limit = limits.BLOCK_KEY_BYTES, limits.MAX_KEYS
+    if size_bytes % width:
+        return UsageError(
+            f"lookup: {size_bytes} bytes are no whole keys, each takes {width}",
+            remedy="Give the keys of a KeyChain: `chain.keys(start, stop)`",
+            limit=width, value=size_bytes,
+        )  # fmt: skip
+    return UsageError(
+        f"lookup: {size_bytes // width} keys, one request takes {limit}",
+        remedy="Look a part of the prefix up, then the rest (`start`, `stop`)",
+        limit=limit, value=size_bytes // width,
+    )  # fmt: skip
 
 
 def raw(blocks: npt.ArrayLike) -> bytes:

@@ -53,7 +53,7 @@ from worker_client.device_backing import (
 )
 from worker_client.host_pool import HostPool
 from worker_client.late import Late
-from worker_client.link import NamespaceLink, live_id
+from worker_client.link import NamespaceLink, count_refused, keys_refused, live_id
 from worker_client.publication import (
     Completed,
     Enqueued,
@@ -64,7 +64,7 @@ from worker_client.publication import (
     Reservations,
 )
 from worker_client.reattachment import reattach
-from worker_client.session import WhenAway
+from worker_client.session import SessionState, WhenAway
 from worker_client.writer import WriterSeat
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ __all__ = ["Namespace"]
 
 _DEVICE_TIMEOUT_S: Final = 2 * limits.DEVICE_ANSWER_S
 """Longer than the daemon's own, so that its reason is heard."""
+_MAX_KEYS_BYTES: Final = limits.MAX_KEYS * limits.BLOCK_KEY_BYTES
 _BEFORE_MIRROR: Final = declare("client.before_mirror")
 _AFTER_MIRROR: Final = declare("client.after_mirror")
 _AFTER_QUEUED: Final = declare("client.after_mirror_queued")
@@ -178,25 +179,39 @@ class Namespace:
         cuda: CudaUse = CudaUse.AUTO,
         driver: RegistrationDriver | None = None,
         timeout_s: float = ATTACH_TIMEOUT_S,
+        turn_timeout_s: float = TURN_TIMEOUT_S,
     ) -> HostPool:
         """Map the backing, touch its page tables, register it with CUDA. Idempotent.
+
+        What it waits for others is bounded by the two time-outs together; its own work takes as
+        long as it takes, about 0.1 s a GiB. A second attach of the same namespace, by another
+        thread, waits for the first and gives its pool.
 
         Args:
             num_blocks: Null block included. Fewer than the backing has gives all of it.
             cuda: Whether to register.
             driver: Stands in for the CUDA driver.
-            timeout_s: For the daemon to give the backing.
+            timeout_s: For all answers of the daemon together. Mapping, registering and the wait for
+                the turn do not count.
+            turn_timeout_s: For the turn to register, behind the sessions that are ahead. Only where
+                something is registered.
 
         Returns:
             The same `HostPool` each time until its `cleanup`.
 
         Raises:
+            UsageError: `num_blocks` is not within 1 to MAX_BLOCKS_PER_BACKING.
+            ServiceUnavailable: No answer, or no turn, in time; nothing stays mapped.
             GeometryMismatch: More blocks than the backing has.
             CapacityError: The pool has no room for it.
             CorruptSegmentError: The segment fails its checks.
             DeviceError: It could not be registered; nothing stays mapped.
         """
-        return self._attachment.attach(num_blocks, cuda=cuda, driver=driver, timeout_s=timeout_s)
+        if not 0 < num_blocks <= limits.MAX_BLOCKS_PER_BACKING:
+            raise count_refused("attach", num_blocks, limits.MAX_BLOCKS_PER_BACKING)
+        return self._attachment.attach(
+            num_blocks, cuda=cuda, driver=driver, timeout_s=timeout_s, turn_timeout_s=turn_timeout_s
+        )
 
     def registration_turn(
         self, *, timeout_s: float = TURN_TIMEOUT_S
@@ -276,10 +291,13 @@ class Namespace:
         """Take free blocks to write: the last `num_blocks` of the lease's `reserved_blocks`.
 
         Raises:
+            UsageError: `num_blocks` is not within 1 to MAX_RESERVE_BLOCKS.
             CapacityError: Not enough are free or can be evicted; nothing changed.
             LeaseError: This client is not the group's writer, or the lease ended.
             ServiceUnavailable: No answer before the deadline.
         """
+        if not 0 < num_blocks <= limits.MAX_RESERVE_BLOCKS:
+            raise count_refused("reserve", num_blocks, limits.MAX_RESERVE_BLOCKS)
         with self._session.lock:
             lease = self._usable_lease(lease)
             reply = self._link.request_blocks(
@@ -307,6 +325,9 @@ class Namespace:
 
         Raises:
             ForeignKeys: A chain of another namespace.
+            UsageError: No whole keys, or more than MAX_KEYS.
+            ServiceUnavailable: No answer before the deadline; nothing is pinned, what a late answer
+                pins goes back.
         """
         space = self._link.key_space
         if isinstance(keys, KeyChain):
@@ -314,6 +335,9 @@ class Namespace:
         else:
             width = limits.BLOCK_KEY_BYTES
             data = keys[start * width : None if stop is None else stop * width]
+        size = len(data)
+        if size % limits.BLOCK_KEY_BYTES or size > _MAX_KEYS_BYTES:
+            raise keys_refused(size)
         with self._session.lock:
             lease = self._usable_lease(lease)
             reply = self._link.request_blocks(
@@ -340,8 +364,16 @@ class Namespace:
             (blocks, generations), u32 [num_hits] in the order of the keys, all of them pinned.
 
         Raises:
-            ServiceUnavailable: The daemon is away.
+            UsageError: No whole keys, or more than MAX_KEYS.
+            ServiceUnavailable: The daemon is away, or gave no answer before the deadline.
         """
+        size = len(keys)
+        if size % limits.BLOCK_KEY_BYTES or size > _MAX_KEYS_BYTES:
+            raise keys_refused(size)
+        if self._session.state is SessionState.AWAY:
+            # Before the lock is asked for: who looks up again and again would keep it from the
+            # thread that revives the session.
+            raise self._session.away_error()
         with self._session.lock:
             self._usable_lease(lease)
             reply = self._link.request_blocks(
@@ -369,6 +401,7 @@ class Namespace:
 
         Raises:
             StaleBlock: A generation no longer matches; nothing was pinned.
+            ServiceUnavailable: As of `lookup`.
         """
         raw_blocks = as_blocks(blocks, "blocks").tobytes()
         raw_generations = as_blocks(generations, "generations").tobytes()
@@ -530,10 +563,12 @@ class Namespace:
 
         Completed blocks leave `lease.reserved_blocks`, their canonical blocks join `lease.blocks`.
         While the daemon is away nothing waits: mirrors are kept (QUEUED) and nothing is reserved.
+        So are those without an answer before the deadline; an answer that comes later settles them.
 
         Raises:
             QuotaExceeded: MAX_QUEUED_MIRRORS blocks are kept already; these are not.
-            UsageError, LeaseError: The daemon's; nothing changed.
+            UsageError: A reservation is not of 1 to MAX_RESERVE_BLOCKS blocks; or the daemon's.
+            LeaseError: The daemon's. Nothing changed, as after each UsageError.
         """
         for item in enqueued:
             item.lease.require_granted()
@@ -584,27 +619,27 @@ class Namespace:
 
     # --- for the client: after the daemon was away; Session.lock is held -----------------------
 
-    def open(self) -> None:
+    def _open(self) -> None:
         """Tell the daemon of this namespace; learns its number in this epoch."""
         self._link.open()
 
-    def reattach(self) -> None:
+    def _reattach(self) -> None:
         """Make this namespace, its writer and its leases known to a new session."""
         reattach(self._link, self._writer, self._leases.leases_of(self))
 
-    def hand_in(self) -> None:
+    def _hand_in(self) -> None:
         """Send the mirrors that are queued, oldest first; stops at one that gets no answer."""
         self._publications.hand_in()
 
-    def settle_late(self, reply: MirrorReply) -> None:
+    def _settle_late(self, reply: MirrorReply) -> None:
         """The answer to a mirror batch that was queued because it came too late."""
         self._publications.settle_late(reply)
 
-    def give_back_late(self, late: Late) -> None:
+    def _give_back_late(self, late: Late) -> None:
         """Blocks that the daemon counts to a lease and that nobody was told of."""
         self._link.give_back_late(late)
 
-    def detach(self) -> None:
+    def _detach(self) -> None:
         """Give the pool up for good: the client closes."""
         self._attachment.close()
 

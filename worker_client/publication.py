@@ -40,7 +40,7 @@ from hisparse_service.contract.messages import (
 )
 from hisparse_service.contract.segment import BlockState
 from worker_client.blocks import BlockLease, LeaseState, U32Array
-from worker_client.link import NamespaceLink, live_id, raw
+from worker_client.link import NamespaceLink, count_refused, live_id, raw
 
 __all__ = [
     "Completed",
@@ -166,7 +166,11 @@ class Publications:
                 )
                 for item in completed
             ],
-            [ReserveItem(live_id(lease), count) for lease, count in reserve],
+            [
+                ReserveItem(live_id(lease), count)
+                for lease, count in reserve
+                if 0 < count <= limits.MAX_RESERVE_BLOCKS or _refuse_count(count)
+            ],
         )  # fmt: skip
 
     def note_published(
@@ -340,6 +344,10 @@ class Publications:
             and (records["key_low"] == keys[:, 0]).all()
             and (records["key_high"] == keys[:, 1]).all()
         )
+
+
+def _refuse_count(count: int) -> bool:
+    raise count_refused("a reservation of a mirror batch", count, limits.MAX_RESERVE_BLOCKS)
 
 
 def _count(enqueued: Sequence[Enqueued], completed: Sequence[Completed]) -> int:

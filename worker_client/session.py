@@ -14,6 +14,10 @@ deadline, so that a daemon that hangs keeps the other threads no longer (`Attach
     STARTING --Hello answered--> ALIVE --disconnected, silent--> AWAY --answered--> ALIVE
     any --close--> CLOSED
 
+A deadline that passed is its caller's alone (decision 0020). It leaves a doubt: the background
+thread asks without waiting, and says AWAY after `_HEARTBEAT_TIMEOUT_S` without any reply. Each
+AWAY, and each return, is one line of the logger ``worker_client``.
+
 A new session (`UnknownSession`, another epoch, a new connection) is made inside the request that
 found out, or by the background thread, whichever comes first; `SessionOwner.reattach` then opens
 namespaces and pins leases again before the request is built once more with the new numbers.
@@ -25,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import logging
 import os
 import select
 import threading
@@ -47,6 +52,7 @@ from hisparse_service.contract.errors import (
     NotReady,
     ServiceUnavailable,
     UnknownSession,
+    UsageError,
     from_wire,
 )
 from hisparse_service.contract.messages import (
@@ -66,11 +72,18 @@ from worker_client.telemetry import WorkerCounters
 _BEFORE_SEND: Final = declare("client.before_send")
 _AFTER_SEND: Final = declare("client.after_send")
 _AFTER_RECEIVE: Final = declare("client.after_receive")
+logger = logging.getLogger("worker_client")
+
 _WAIT_SLICE_S: Final = 0.05
 """A waiting request looks this often whether the connection broke or the session was closed."""
 _HEARTBEAT_TIMEOUT_S: Final = 1.0
 """The daemon answers within 0.1 s whatever happens (I7); ten times that is silence."""
 _AWAY_POLL_S: Final = 0.1
+_MIN_REVIVE_S: Final = 0.1
+"""With less time left (I7) a waiting request leaves it to the background thread to say Hello: an
+answer that comes too late only makes the next one late."""
+_LET_IN_S: Final = 0.02
+"""So long a request that may not wait stands back for the background thread, if that waits."""
 _NOT_READY_PAUSE_S: Final = 0.05
 _COUNTERS_EVERY_S: Final = 5.0
 _RECONNECT_MS: Final = 20
@@ -123,6 +136,41 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int = 1
     device_uuid: str = ""
     delegates_copies: bool = False
+
+    def check(self) -> None:
+        """Refuse what no daemon takes, before one is asked.
+
+        Raises:
+            UsageError: A text too long, or a rank outside of its group.
+        """
+        for what in ("client_name", "group", "device_uuid"):
+            check_text(what, getattr(self, what))
+        if not 1 <= self.world_size <= limits.MAX_WORLD_SIZE:
+            raise UsageError(
+                f"world_size is {self.world_size}, a group has 1 to {limits.MAX_WORLD_SIZE} ranks",
+                remedy="Give the number of workers of the group", limit=limits.MAX_WORLD_SIZE,
+                value=self.world_size,
+            )  # fmt: skip
+        if not 0 <= self.rank < self.world_size:
+            raise UsageError(
+                f"rank is {self.rank} in a group of {self.world_size}, ranks are 0 to "
+                f"{self.world_size - 1}",
+                remedy="Give rank and world_size of the same group", limit=self.world_size - 1,
+                value=self.rank,
+            )  # fmt: skip
+
+
+def check_text(what: str, text: str) -> None:
+    """Refuse a text longer than a message carries.
+
+    Raises:
+        UsageError: It is.
+    """
+    if len(text) > limits.MAX_TEXT_BYTES:
+        raise UsageError(
+            f"{what} has {len(text)} characters, at most {limits.MAX_TEXT_BYTES} are sent",
+            remedy=f"Use a shorter {what}", limit=limits.MAX_TEXT_BYTES, value=len(text),
+        )  # fmt: skip
 
 
 class SessionOwner(Protocol):
@@ -203,6 +251,14 @@ class Session:
         self._attaching = False
         self._last_reply_s = 0.0
         self._probed_s = 0.0
+        self._in_doubt = False
+        """A request was given up and nothing says yet that the daemon is there."""
+        self._unanswered_s = 0.0
+        """Since when it owes an answer; `_last_reply_s` behind it: to the session as a whole."""
+        self._is_told_away = False
+        self._away_since_s = 0.0
+        self._thread_waits = False
+        """The background thread waits for the lock."""
         self._counters_sent_s = 0.0
         self._heartbeat_s = limits.HEARTBEAT_INTERVAL_S
         self._quiet_heartbeat_s = limits.HEARTBEAT_INTERVAL_S
@@ -358,8 +414,8 @@ class Session:
         for _ in range(_MAX_ATTEMPTS):
             if not self.is_alive:
                 if when_away is WhenAway.FAIL:
-                    self._away()
-                    raise self._unavailable("the daemon is away")
+                    self._away(self._why_gone())
+                    raise self.away_error()
                 self._wait_alive(deadline_s)
             try:
                 return self._exchange(build, deadline_s)
@@ -378,7 +434,7 @@ class Session:
             HiSparseError: The daemon is there and refuses this client.
             ClosedError: Closed by another thread meanwhile.
         """
-        self._away()
+        self._away(self._why_gone())
         self._probed_s = 0.0  # ask now, whenever somebody asked last
         refused: HiSparseError | None = None
         while True:
@@ -387,7 +443,8 @@ class Session:
             if self._connected:
                 now_s = time.monotonic()
                 try:
-                    self._probe(now_s, min(deadline_s, now_s + _HEARTBEAT_TIMEOUT_S))
+                    if deadline_s - now_s >= _MIN_REVIVE_S:
+                        self._probe(now_s, min(deadline_s, now_s + _HEARTBEAT_TIMEOUT_S))
                 except NotReady as error:
                     refused = error
                 except ServiceUnavailable as error:
@@ -395,12 +452,24 @@ class Session:
                     refused = refused if isinstance(refused, NotReady) else error
             else:
                 refused = None
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                self._let_in()
             if self.is_alive:
                 return
-            left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise refused if refused is not None else self._no_answer()
             self._changed.wait(min(left_s, _WAIT_SLICE_S))
+
+    def _let_in(self) -> None:
+        """Give the lock to the background thread if it waits for it: it revives the session.
+
+        Whoever asks again and again without time to wait takes the lock anew before a thread that
+        was woken up for it runs.
+        """
+        end_s = time.monotonic() + _LET_IN_S
+        while self._thread_waits and time.monotonic() < end_s:
+            self._changed.wait(_LET_IN_S / 10)
 
     def _no_answer(self) -> ServiceUnavailable:
         if not self._connected:
@@ -425,7 +494,8 @@ class Session:
         try:
             _send(self._socket, frame)
         except zmq.Again:
-            self._away()
+            self._read_monitor()
+            self._away("it does not read its socket" if self._connected else self._why_gone())
             raise self._unavailable("the daemon does not read its socket") from None
         crash_point(_AFTER_SEND)
         reply = self._receive(request_id, deadline_s, closing)
@@ -440,8 +510,8 @@ class Session:
 
     def _receive(self, request_id: int, deadline_s: float, closing: bool) -> Reply:
         receive = self._socket.recv
+        began_s = now_s = time.monotonic()
         while True:
-            now_s = time.monotonic()
             flags = 0
             if deadline_s - now_s < _WAIT_SLICE_S:
                 self._socket.poll(max(0, int((deadline_s - now_s) * 1000)))
@@ -449,19 +519,21 @@ class Session:
             try:
                 frame = receive(flags)
             except zmq.Again:
-                self._while_waiting(deadline_s, closing=closing)
+                self._while_waiting(deadline_s, began_s, closing=closing)
+                now_s = time.monotonic()
                 continue
             reply = decode_reply(frame)
+            self._last_reply_s = now_s
             if reply.request_id == request_id:
-                self._last_reply_s = now_s
                 return reply
+            now_s = time.monotonic()
             self.counters.add("late_replies")
             # A probe's Pong took nothing that must go back.
             if self.owner is not None and reply.epoch == self.epoch and type(reply) is not Pong:
                 self.owner.late_reply(reply)
 
-    def _while_waiting(self, deadline_s: float, *, closing: bool) -> None:
-        """Called after each slice without a reply.
+    def _while_waiting(self, deadline_s: float, began_s: float, *, closing: bool) -> None:
+        """Called after each slice without a reply to what was asked at `began_s`.
 
         Raises:
             _SessionGone: The connection broke, so no reply will come.
@@ -474,8 +546,41 @@ class Session:
         if self._needs_hello:
             raise _SessionGone
         if time.monotonic() >= deadline_s:
-            self._away()
+            self._doubt(began_s)
             raise self._no_answer()
+
+    def _doubt(self, began_s: float) -> None:
+        """A caller lost its patience: no reason to be away for all, but one to look."""
+        if self.state is not SessionState.ALIVE:
+            return
+        if not self._in_doubt:
+            self._in_doubt = True
+            self._probed_s = 0.0
+            os.eventfd_write(self._wake_fd, 1)
+        if self._unanswered_s < self._last_reply_s:
+            self._unanswered_s = max(began_s, self._last_reply_s)
+        self._check_silence(time.monotonic())
+
+    def _check_silence(self, now_s: float) -> None:
+        silent_s = now_s - max(self._unanswered_s, self._last_reply_s)
+        # Who asks with this time-out as its deadline counts from before it had the lock.
+        if silent_s >= _HEARTBEAT_TIMEOUT_S - _WAIT_SLICE_S:
+            self._away(f"no answer for {silent_s:.1f} s")
+
+    def _clear_up(self, now_s: float) -> bool:
+        """While in doubt: see whether the daemon is there, without waiting for it; True: it is."""
+        deadline_s = now_s + _HEARTBEAT_TIMEOUT_S
+        if self._last_reply_s > self._unanswered_s or self._socket.poll(0):
+            self._revive(deadline_s)
+            return self.is_alive
+        self._check_silence(now_s)
+        if self.state is SessionState.ALIVE:
+            self._probe(now_s, deadline_s)
+        return False
+
+    def away_error(self) -> ServiceUnavailable:
+        """For a caller that does not wait for a daemon that is away."""
+        return self._unavailable("the daemon is away")
 
     def _unavailable(self, what: str) -> ServiceUnavailable:
         return ServiceUnavailable(
@@ -496,10 +601,29 @@ class Session:
             if event == zmq.EVENT_DISCONNECTED:
                 self._needs_hello = True
 
-    def _away(self) -> None:
-        if self.state is SessionState.ALIVE:
-            self._move(SessionState.AWAY)
-            os.eventfd_write(self._wake_fd, 1)
+    def _why_gone(self) -> str:
+        return "its session ended" if self._connected else "the connection broke"
+
+    def _away(self, why: str) -> None:
+        if self.state is not SessionState.ALIVE:
+            return
+        self._move(SessionState.AWAY)
+        os.eventfd_write(self._wake_fd, 1)
+        if not self._is_told_away:  # until all is attached again, it was never back
+            self._is_told_away = True
+            self._away_since_s = time.monotonic()
+            logger.warning(
+                "hisparse-service is away (%s): %s; mirrors are kept, nothing new is found until "
+                "it is back", self.endpoint, why,
+            )  # fmt: skip
+
+    def _note_back(self) -> None:
+        if self._is_told_away and self.is_alive:
+            self._is_told_away = False
+            logger.info(
+                "hisparse-service is back (%s) after %.1f s, epoch %d", self.endpoint,
+                time.monotonic() - self._away_since_s, self.epoch,
+            )  # fmt: skip
 
     def _revive(self, deadline_s: float) -> None:
         """Make the session usable again: a heartbeat if it was only silent, else a new one.
@@ -514,11 +638,12 @@ class Session:
             except _SessionGone:
                 self._needs_hello = True
             else:
+                self._in_doubt = False
                 self._move(SessionState.ALIVE)
                 self._changed.notify_all()
                 self._call_owner_hand_in()
                 return
-        self._away()
+        self._away(self._why_gone())
         self._register(deadline_s)
 
     def _register(self, deadline_s: float, alive: Callable[[], None] = lambda: None) -> None:
@@ -557,6 +682,7 @@ class Session:
         self._heartbeat_s = min(max(reply.heartbeat_interval_s, 0.05), limits.SESSION_TIMEOUT_S)
         quiet_s = min(self._heartbeat_s * limits.MAX_QUIET_HEARTBEATS, reply.session_timeout_s / 5)
         self._quiet_heartbeat_s = max(quiet_s, self._heartbeat_s)
+        self._in_doubt = False
         self._move(SessionState.ALIVE)
         self._changed.notify_all()
         if not is_first:
@@ -569,27 +695,27 @@ class Session:
                 self.owner.reattach()
         except (_SessionGone, ServiceUnavailable) as error:
             self._needs_hello = True
-            self._away()
+            self._away(self._why_gone())
             raise self._unavailable("the daemon went away while attaching again") from error
         except BaseException:
             self._needs_hello = True  # half attached is not attached: all of it is done again
-            self._away()
+            self._away(self._why_gone())
             raise
         finally:
             self._attaching = False
         self._call_owner_hand_in()
 
     def _call_owner_hand_in(self) -> None:
-        if self.owner is None:
-            return
-        self._attaching = True
-        try:
-            self.owner.hand_in()
-        except (_SessionGone, ServiceUnavailable):
-            self._needs_hello = True
-            self._away()
-        finally:
-            self._attaching = False
+        if self.owner is not None:
+            self._attaching = True
+            try:
+                self.owner.hand_in()
+            except (_SessionGone, ServiceUnavailable):
+                self._needs_hello = True
+                self._away(self._why_gone())
+            finally:
+                self._attaching = False
+        self._note_back()
 
     def _wait_connected(self, deadline_s: float, alive: Callable[[], None]) -> None:
         """Nothing is queued for a daemon that is not there: it would hear it much later."""
@@ -622,11 +748,13 @@ class Session:
         # Edge-triggered; whoever holds the lock reads the monitor, so a missed edge was handled.
         poller.register(int(self._monitor.getsockopt(zmq.FD)), select.POLLIN)
         while self._usable:
-            wait_s = self._heartbeat_s if self.is_alive else _AWAY_POLL_S
-            poller.poll(int(wait_s * 1000))
+            is_calm = self.is_alive and not self._in_doubt
+            poller.poll(int((self._heartbeat_s if is_calm else _AWAY_POLL_S) * 1000))
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake_fd)
+            self._thread_waits = True
             with self.lock, contextlib.suppress(HiSparseError, _SessionGone):
+                self._thread_waits = False
                 if self._usable:
                     self._tick()
 
@@ -634,9 +762,11 @@ class Session:
         self._read_monitor()
         now_s = time.monotonic()
         if not self.is_alive:
-            self._away()
+            self._away(self._why_gone())
             if self._connected:
                 self._probe(now_s, now_s + _HEARTBEAT_TIMEOUT_S)
+            return
+        if self._in_doubt and not self._clear_up(now_s):
             return
         lease_ids: list[int] = []
         if self.owner is not None:

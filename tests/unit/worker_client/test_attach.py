@@ -21,6 +21,7 @@ import worker_client
 from hisparse_service.contract.errors import (
     ClosedError,
     ConfigError,
+    DeviceError,
     ForeignSegment,
     HiSparseError,
     ServiceUnavailable,
@@ -274,6 +275,104 @@ def test_two_threads_that_open_a_namespace_while_the_daemon_is_away_get_one(
         thread.join(DEADLINE_S)
     assert len(opened) == 2
     assert opened[0] is opened[1]
+
+
+# --- patience -------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Stands in for the time module; goes on by what is slept, and by what a test says."""
+
+    def __init__(self):
+        self.now_s = 100.0
+
+    def monotonic(self):
+        return self.now_s
+
+    def sleep(self, duration_s):
+        self.now_s += duration_s
+
+
+def test_the_questions_of_an_attach_share_its_time_out(namespace, daemon, segment, monkeypatch):
+    """Each of them had all of it anew."""
+    clock, asked = Clock(), []
+    monkeypatch.setattr(attachment_module, "time", clock)
+    original = namespace._link.request
+
+    def request(build, reply_type, *, timeout_s=None, **options):
+        asked.append(timeout_s)
+        clock.now_s += 1.75
+        return original(build, reply_type, **options)
+
+    monkeypatch.setattr(namespace._link, "request", request)
+    daemon.on[AllocateBacking] = lambda r: segment.reply(r.request_id, inode=1)
+    with pytest.raises(ForeignSegment):
+        namespace.attach(8, cuda=CudaUse.OFF, timeout_s=2.5)
+    assert asked == [1.0, 0.75]
+
+
+def test_work_between_its_questions_costs_an_attach_no_patience(
+    namespace, daemon, segment, monkeypatch
+):
+    """Registering hundreds of GiB takes longer than any patience with the daemon."""
+    clock = Clock()
+    monkeypatch.setattr(attachment_module, "time", clock)
+    touch = HostPool.touch_page_tables
+
+    def touch_long(pool):
+        clock.now_s += 3600.0
+        restart(daemon, epoch=22)
+        wait_until(lambda: namespace.client.epoch == 22)
+        touch(pool)
+
+    monkeypatch.setattr(HostPool, "touch_page_tables", touch_long)
+    assert namespace.attach(8, cuda=CudaUse.OFF, timeout_s=5.0) is namespace.pool
+
+
+def test_the_wait_for_the_turn_ends_when_the_caller_says(namespace, daemon, segment):
+    """It was ten minutes, whatever `timeout_s` said."""
+    daemon.on[RegistrationTurn] = lambda r: TurnReply(r.request_id, daemon.epoch, False, 4)
+    with pytest.raises(ServiceUnavailable, match="4 sessions"):
+        namespace.attach(8, driver=HeldDriver(), timeout_s=LONG_S, turn_timeout_s=0.05)
+    assert daemon.last(RegistrationTurn).release
+    assert namespace.pool is None
+    assert not maps(segment)
+
+
+class FailingDriver(HeldDriver):
+    """Whose first range cannot be registered."""
+
+    def register(self, address, size_bytes):
+        super().register(address, size_bytes)
+        self.registered.clear()
+        return 2
+
+
+def test_a_failed_registration_is_told_though_the_client_was_closed(client, namespace, segment):
+    """The turn could not be given back, and that hid why there was nothing to give it back for."""
+    driver = FailingDriver()
+    with attaching(namespace, driver) as attach:
+        assert driver.inside.wait(DEADLINE_S)
+        client.close()
+        driver.go.set()
+        with pytest.raises(DeviceError):
+            attach.result()
+    assert not maps(segment)
+
+
+def test_a_failed_registration_is_told_though_the_new_daemon_refuses_the_namespace(
+    client, namespace, daemon, segment
+):
+    driver = FailingDriver()
+    with attaching(namespace, driver) as attach:
+        assert driver.inside.wait(DEADLINE_S)
+        daemon.on[OpenNamespace] = lambda _: ConfigError("another geometry")
+        restart(daemon, epoch=22)
+        wait_until(lambda: client.epoch == 22 and client.session.is_alive)
+        driver.go.set()
+        with pytest.raises(DeviceError):
+            attach.result()
+    assert not maps(segment)
 
 
 # --- another daemon during an attach --------------------------------------------------------------

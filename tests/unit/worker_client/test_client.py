@@ -67,8 +67,10 @@ from hisparse_service.contract.messages import (
     encode,
 )
 from hisparse_service.contract.segment import BlockState
+from worker_client import session as session_module
 from worker_client.blocks import LeaseState
 from worker_client.client import Completed, CudaUse, Enqueued, MirrorOutcome
+from worker_client.session import SessionState
 
 GEOMETRY = small_geometry()
 FINGERPRINT = namespace_fingerprint(model="m", kv_dtype="bf16", geometry=GEOMETRY)
@@ -249,6 +251,47 @@ def test_a_turn_that_never_comes_is_service_unavailable(client, daemon):
         namespace.registration_turn(timeout_s=0.05),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("call", "limit", "value"),
+    [
+        (lambda space, _: space.attach(0), limits.MAX_BLOCKS_PER_BACKING, 0),
+        (lambda space, _: space.attach(10**12), limits.MAX_BLOCKS_PER_BACKING, 10**12),
+        (lambda space, _: space.reserve(0), limits.MAX_RESERVE_BLOCKS, 0),
+        (lambda space, _: space.reserve(-1), limits.MAX_RESERVE_BLOCKS, -1),
+        (lambda space, _: space.reserve(10**6), limits.MAX_RESERVE_BLOCKS, 10**6),
+        (lambda space, _: space.lookup(b"abc"), 16, 3),
+        (lambda space, _: space.lookup(bytes(16 * 131_073)), limits.MAX_KEYS, 131_073),
+        (lambda space, lease: space.lookup_into(lease, b"abc"), 16, 3),
+        (
+            lambda space, lease: space.mirror(reserve=[(lease, 1), (lease, 0)]),
+            limits.MAX_RESERVE_BLOCKS, 0,
+        ),
+        (
+            lambda space, _: space.client.open_namespace(
+                model="m", kv_dtype="bf16", geometry=GEOMETRY, tenant="t", name="n" * 5000
+            ),
+            limits.MAX_TEXT_BYTES, 5000,
+        ),
+    ],
+)  # fmt: skip
+def test_what_no_daemon_takes_is_a_usage_error_and_is_not_sent(
+    namespace, daemon, call, limit, value
+):
+    """It came back as a malformed message: "reconnect or upgrade", for a caller's mistake."""
+    lease = namespace.reserve(1)
+    # The daemon of the test reads messages as the real one does, and would not survive these.
+    sent = [type(each) for each in daemon.received if not isinstance(each, Ping)]
+    with pytest.raises(UsageError) as caught:
+        call(namespace, lease)
+    assert caught.value.details == {"limit": limit, "value": value}
+    assert str(value) in caught.value.message
+    assert caught.value.remedy
+    namespace.client.ping()
+    assert [type(each) for each in daemon.received if not isinstance(each, Ping)] == sent
+    assert len(lease.reserved_blocks) == 1
+    lease.release()
 
 
 # --- leases and reads ---------------------------------------------------------------------------
@@ -518,6 +561,61 @@ def test_queued_mirrors_are_bounded(namespace, daemon, monkeypatch):
     with pytest.raises(QuotaExceeded) as caught:
         namespace.mirror(completed=[completed(lease, 3)])
     assert caught.value.details["limit"] == 2
+    daemon.start()
+    lease.release()
+
+
+def test_a_step_goes_on_after_another_callers_deadline_passed(namespace, daemon):
+    """A ping with 0.1 ms of patience made the next mirror QUEUED and lookups fail, daemon idle."""
+    lease = namespace.reserve(2)
+    mirror_ok(daemon)
+    daemon.on[Ping] = lambda _: None
+    with namespace.session_lock:  # so that nobody revives the session meanwhile
+        with pytest.raises(ServiceUnavailable):
+            namespace.client.ping(timeout_s=1e-4)
+        result = namespace.mirror(completed=[completed(lease, 1)])
+        assert result.outcome is MirrorOutcome.ACKNOWLEDGED
+        blocks, _ = namespace.lookup_into(lease, bytes(16))
+        assert blocks.tolist() == [1]
+    del daemon.on[Ping]
+    lease.release()
+
+
+def test_a_mirror_that_got_no_answer_in_time_is_handed_in_though_the_daemon_was_never_away(
+    namespace, daemon, monkeypatch
+):
+    monkeypatch.setattr(session_module, "_HEARTBEAT_TIMEOUT_S", 3600.0)
+    lease = namespace.reserve(1)
+    daemon.on[MirrorBatch] = lambda _: None
+    result = namespace.mirror(completed=[completed(lease, 1)], timeout_s=0.01)
+    assert result.outcome is MirrorOutcome.QUEUED
+    with namespace.session_lock:
+        mirror_ok(daemon)
+    if not namespace.client.counters["mirrors_handed_in"]:
+        wait_until(lambda: daemon.count(MirrorBatch) == 2, "sent again")
+    (handed_in,) = wait_until(namespace.handed_in)
+    assert handed_in.canonical_blocks.tolist() == [1]
+    lease.release()
+
+
+def test_a_lookup_of_a_step_takes_no_lock_while_the_daemon_is_away(namespace, daemon):
+    """Who looked up again and again kept it from the thread that revives the session."""
+    lease = namespace.reserve(1)
+    daemon.stop()
+    wait_until(lambda: not namespace.is_daemon_there)
+    refused = []
+
+    def look_up():
+        with pytest.raises(ServiceUnavailable, match="away"):
+            namespace.lookup_into(lease, bytes(16))
+        refused.append(True)
+
+    wait_until(lambda: namespace.client.session.state is SessionState.AWAY)
+    with namespace.session_lock:
+        thread = threading.Thread(target=look_up)
+        thread.start()
+        wait_until(lambda: refused, "refused at once")
+    thread.join()
     daemon.start()
     lease.release()
 

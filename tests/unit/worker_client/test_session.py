@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -20,7 +21,9 @@ from hisparse_service.contract.errors import (
     NotReady,
     ProtocolMismatch,
     ServiceUnavailable,
+    UsageError,
 )
+from hisparse_service.contract.limits import MAX_TEXT_BYTES, MAX_WORLD_SIZE
 from hisparse_service.contract.messages import (
     Done,
     Hello,
@@ -121,7 +124,7 @@ def test_a_late_reply_is_dropped_and_told_to_the_owner(session, daemon):
         session.request(Status, StatusReply, timeout_s=0.1)
     late = StatusReply(kept[0].request_id, daemon.epoch, {"late": True})
     daemon.send_to_all(late)
-    wait_until(lambda: session.is_alive)
+    wait_until(lambda: owner.late)
     daemon.on[Status] = lambda r: StatusReply(r.request_id, daemon.epoch, {"late": False})
     assert session.request(Status, StatusReply).status == {"late": False}
     assert owner.late == [late]
@@ -148,6 +151,130 @@ def test_i4_nobody_holds_the_lock_while_a_daemon_that_hangs_is_probed(session, d
     assert not session.is_alive
     del daemon.on[Ping]
     wait_until(lambda: session.is_alive)
+
+
+def test_a_deadline_that_passed_is_its_callers_alone(session, daemon):
+    """One impatient caller made a healthy daemon away for all of the client."""
+    daemon.on[Status] = no_answer
+    with session.lock:  # so that nobody revives the session meanwhile
+        with pytest.raises(ServiceUnavailable, match="deadline"):
+            session.request(Status, StatusReply, timeout_s=0.01)
+        assert session.state is SessionState.ALIVE
+        ping(session, when_away=WhenAway.FAIL)
+
+
+def test_only_silence_of_a_whole_time_out_is_away(session, daemon, monkeypatch):
+    monkeypatch.setattr(session_module, "_HEARTBEAT_TIMEOUT_S", 3600.0)
+    daemon.on[Ping] = daemon.on[Status] = no_answer
+    for _ in range(10):
+        with pytest.raises(ServiceUnavailable, match="deadline"):
+            session.request(Status, StatusReply, timeout_s=0.01, when_away=WhenAway.FAIL)
+    wait_until(lambda: daemon.count(Ping), "a probe")
+    assert session.state is SessionState.ALIVE
+    monkeypatch.setattr(session_module, "_HEARTBEAT_TIMEOUT_S", 0.2)
+    wait_until(lambda: session.state is SessionState.AWAY)
+    del daemon.on[Ping]
+    wait_until(lambda: session.is_alive)
+
+
+def test_any_reply_ends_the_silence(session, daemon, monkeypatch):
+    """The one that came late, too: whoever asks with short deadlines sees no others."""
+    monkeypatch.setattr(session_module, "_HEARTBEAT_TIMEOUT_S", 3600.0)
+    session.owner = Owner()
+    daemon.on[Ping] = no_answer
+    kept = []
+    daemon.on[Status] = kept.append
+    with session.lock:
+        with pytest.raises(ServiceUnavailable):
+            session.request(Status, StatusReply, timeout_s=0.01)
+        daemon.send_to_all(StatusReply(kept[0].request_id, daemon.epoch, {}))
+        wait_until(lambda: session._socket.poll(0))
+        monkeypatch.setattr(session_module, "_HEARTBEAT_TIMEOUT_S", 0.0)  # all is too long ago
+        monkeypatch.setattr(session_module, "_WAIT_SLICE_S", -3600.0)  # and nothing recent is
+        with pytest.raises(ServiceUnavailable):
+            session.request(Status, StatusReply, timeout_s=0.0)
+        assert session.state is SessionState.ALIVE
+        assert len(session.owner.late) == 1
+
+
+def test_who_asks_without_time_to_wait_lets_the_background_thread_in(session, daemon, monkeypatch):
+    """An engine that spun on it, with the lock around, kept the session from being revived."""
+    daemon.stop()
+    wait_until(lambda: not session.is_alive)
+    original, ticks = session._tick, []
+
+    def tick():
+        ticks.append(threading.current_thread().name)
+        original()
+
+    monkeypatch.setattr(session, "_tick", tick)
+
+    def spin():
+        with pytest.raises(ServiceUnavailable):
+            ping(session, timeout_s=0.0)
+        return ticks
+
+    with session.lock:
+        before = len(ticks)
+        wait_until(lambda: len(spin()) > before, "the background thread had the lock")
+    daemon.start()
+    wait_until(lambda: session.is_alive)
+
+
+def test_an_attempt_that_cannot_succeed_in_time_says_no_hello(session, daemon):
+    """Its answer would come too late, and the next Hello's after it."""
+    daemon.stop()
+    wait_until(lambda: not session.is_alive)
+    with session.lock:
+        hellos = daemon.count(Hello)
+        daemon.start()
+        wait_until(lambda: session._read_monitor() or session._connected)
+        wait_until(lambda: session._thread_waits)
+        session._thread_waits = False  # it is not let in: nobody else says Hello either
+        for _ in range(5):
+            with pytest.raises(ServiceUnavailable):
+                ping(session, timeout_s=0.0)
+        assert daemon.count(Hello) == hellos
+    wait_until(lambda: session.is_alive)
+
+
+class HalfAttached(Owner):
+    """Whose first attempts to attach again fail."""
+
+    def reattach(self):
+        super().reattach()
+        if self.reattached < 4:
+            raise ServiceUnavailable("not yet")
+
+
+def test_going_and_coming_back_of_a_daemon_are_one_line_each(session, daemon, caplog):
+    caplog.set_level(logging.INFO, "worker_client")
+    owner = session.owner = HalfAttached()
+    daemon.stop()
+    wait_until(lambda: not session.is_alive)
+    with pytest.raises(ServiceUnavailable):
+        ping(session, timeout_s=0.3)
+    daemon.epoch = 12
+    daemon.start()
+    wait_until(lambda: session.is_alive and owner.reattached == 4 and owner.handed_in)
+    with session.lock:
+        lines = [(each.levelname, each.getMessage()) for each in caplog.records]
+    assert [level for level, _ in lines] == ["WARNING", "INFO"]
+    assert "is away" in lines[0][1]
+    assert "the connection broke" in lines[0][1]
+    assert "is back" in lines[1][1]
+    assert "epoch 12" in lines[1][1]
+    assert all(session.endpoint in text for _, text in lines)
+
+
+def test_a_caller_that_lost_its_patience_is_no_line_of_the_log(session, daemon, caplog):
+    caplog.set_level(logging.INFO, "worker_client")
+    daemon.on[Status] = no_answer
+    with pytest.raises(ServiceUnavailable):
+        session.request(Status, StatusReply, timeout_s=0.01)
+    wait_until(lambda: not session._in_doubt)
+    session.close()
+    assert not caplog.records
 
 
 def test_a_typed_error_comes_out_as_it_is(session, daemon):
@@ -366,6 +493,26 @@ def test_hello_tells_who_the_worker_is(daemon):
     assert (hello.client_name, hello.group, hello.rank, hello.world_size, hello.device_uuid) == (
         "engine 1", "tp", 3, 4, "u",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("who", "limit", "value"),
+    [
+        ({"rank": 5, "world_size": 1}, 0, 5),
+        ({"rank": -1, "world_size": 2}, 1, -1),
+        ({"world_size": 0}, MAX_WORLD_SIZE, 0),
+        ({"client_name": "x" * 5000}, MAX_TEXT_BYTES, 5000),
+        ({"group": "x" * 5000}, MAX_TEXT_BYTES, 5000),
+        ({"device_uuid": "x" * 5000}, MAX_TEXT_BYTES, 5000),
+    ],
+)
+def test_a_worker_that_cannot_be_is_a_usage_error(daemon, who, limit, value):
+    """The daemon's word for it was "reconnect or upgrade"; of the rank it said nothing."""
+    with pytest.raises(UsageError) as caught:
+        worker_client.connect(daemon.directory, timeout_s=1, **who)
+    assert caught.value.details == {"limit": limit, "value": value}
+    assert caught.value.remedy
+    assert daemon.count(Hello) == 0
 
 
 def test_close_is_idempotent_and_later_use_raises(session, daemon):
