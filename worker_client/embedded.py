@@ -19,7 +19,12 @@ from pathlib import Path
 from typing import IO, Final
 from urllib.parse import parse_qsl, urlsplit
 
-from hisparse_service.contract.errors import ConfigError, ServiceUnavailable
+from hisparse_service.contract.errors import (
+    ConfigError,
+    HiSparseError,
+    ServiceUnavailable,
+    from_wire,
+)
 
 SCHEME: Final = "embedded://"
 DEFAULT_POOL_BYTES: Final = "256MiB"
@@ -95,12 +100,17 @@ class EmbeddedDaemon:
         """Raise if the daemon ended.
 
         Raises:
-            ServiceUnavailable: With the end of what it wrote.
+            ServiceUnavailable: It gave no error of its own; with the end of what it wrote.
+            HiSparseError: The daemon's own error, such as PoolTooLarge.
         """
         if self._process.poll() is None:
             return
+        said = self._log_tail()
+        error = _error_in(said)
+        if error is not None:
+            raise error
         raise ServiceUnavailable(
-            f"the embedded daemon ended with status {self._process.returncode}: {self._log_tail()}",
+            f"the embedded daemon ended with status {self._process.returncode}: {said}",
             remedy="Correct what it complains of; pool_bytes=… in the endpoint sets its size",
         )
 
@@ -126,6 +136,15 @@ class EmbeddedDaemon:
                 segment.unlink(missing_ok=True)
             shutil.rmtree(self.runtime_dir, ignore_errors=True)
             self._log.close()
+
+
+def _error_in(said: str) -> HiSparseError | None:
+    """The error that `serve` ends with, as its last line has it: `Code: what. remedy`."""
+    code, colon, text = said.rpartition("\n")[2].partition(": ")
+    if not colon or code not in HiSparseError.registry:
+        return None
+    names_size = "pool.bytes" in text
+    return from_wire(code, text, "The endpoint has it as pool_bytes=…" if names_size else "")
 
 
 def _environment(endpoint: str) -> dict[str, str]:

@@ -78,7 +78,7 @@ def bench(
         print(json.dumps(rows, indent=2))
     else:
         print_table(rows, list(rows[0]))
-    if check and any(float(row["ratio"]) > row["limit"] for row in rows):
+    if check and any(row["verdict"] == "over" for row in rows):
         raise typer.Exit(FAILED)
 
 
@@ -100,7 +100,13 @@ def _measure(
         "call": kind.name, "p50_us": round(p50_us, 1), "p99_us": round(p99_us, 1),
         "echo_p50_us": round(echo_us, 1), "ratio": round(p50_us / echo_us, 2),
         "limit": kind.limit_ratio,
+        "verdict": _verdict(p50_us / echo_us, kind.limit_ratio),
     }  # fmt: skip
+
+
+def _verdict(ratio: float, limit_ratio: float) -> str:
+    """Of the ratio as it is shown: 1.3 against 1.3 is within."""
+    return "over" if round(ratio, 2) > limit_ratio else "within"
 
 
 def _time(call: Callable[[], None], count: int) -> list[float]:

@@ -145,7 +145,7 @@ def handover(
     flags = flags_of(assignments)
     flags.update({name: value for name, value in named.items() if value is not None})
     # Only where the running daemon is: the others count together with what it was told.
-    where = {name: flags[name] for name in ("instance", "runtime_dir") if name in flags}
+    where = {name: value for name, value in flags.items() if name in ("instance", "runtime_dir")}
     loaded = load_settings(config_path=config, flags=where)
     directory = loaded.settings.resolved_runtime_dir()
     deadline_s = time.monotonic() + timeout_s

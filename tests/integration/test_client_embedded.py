@@ -14,7 +14,12 @@ import pytest
 from real_daemon import SHM, wait_until
 
 import worker_client
-from hisparse_service.contract.errors import ConfigError, ServiceUnavailable
+from hisparse_service.contract.errors import (
+    ConfigError,
+    HiSparseError,
+    PoolTooLarge,
+    ServiceUnavailable,
+)
 from hisparse_service.contract.geometry import HostGeometry, HostLayout, LayerGroup
 from worker_client.client import CudaUse
 
@@ -156,12 +161,23 @@ def test_a_forked_child_that_ends_does_not_end_the_daemon():
 
 
 @pytest.mark.parametrize(
-    ("size", "words"), [("1KiB", "1024"), ("1000TiB", "bytes"), ("much", "not a size")]
+    ("size", "error", "words"),
+    [
+        ("1KiB", ConfigError, "pool.bytes is 1 KiB, it must lie between"),
+        ("1000TiB", ConfigError, "pool.bytes is 1,000 TiB"),
+        ("much", ConfigError, "pool.bytes = 'much'"),
+        ("60TiB", PoolTooLarge, "the pool needs 60"),
+    ],
 )
-def test_a_pool_that_cannot_be_is_told_in_the_daemons_own_words(size, words):
+def test_a_pool_that_cannot_be_is_the_daemons_own_error(size, error, words):
+    """Before, each was a ServiceUnavailable with the log glued in."""
     before = set(SHM.glob("hisparse-emb-*"))
-    with pytest.raises(ServiceUnavailable, match=rf"(?s)status [1-9].*{words}"):
+    with pytest.raises(HiSparseError) as caught:
         worker_client.connect(f"embedded://?pool_bytes={size}", client_name="t", timeout_s=60)
+    assert type(caught.value) is error
+    assert caught.value.message.startswith(words)
+    assert "pool_bytes=" in caught.value.remedy
+    assert "[" not in str(caught.value), "no line of a log"
     assert set(SHM.glob("hisparse-emb-*")) <= before
     assert not any(thread.name == "hisparse-heartbeat" for thread in threading.enumerate())
 

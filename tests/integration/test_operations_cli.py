@@ -315,6 +315,7 @@ def test_bench_compares_with_an_echo() -> None:
     rows = json.loads(run("bench", "--calls", "50", "--json"))
     assert [row["call"].split()[0] for row in rows] == ["ping", "lookup", "decode"]
     assert all(row["ratio"] > 0 and row["echo_p50_us"] > 0 for row in rows)
+    assert all((row["verdict"] == "over") is (row["ratio"] > row["limit"]) for row in rows)
 
 
 def test_completion_knows_commands_and_options() -> None:
