@@ -315,8 +315,15 @@ def test_work_between_its_questions_costs_an_attach_no_patience(
     namespace, daemon, segment, monkeypatch
 ):
     """Registering hundreds of GiB takes longer than any patience with the daemon."""
-    clock = Clock()
+    clock, asked = Clock(), []
     monkeypatch.setattr(attachment_module, "time", clock)
+    original = namespace._link.request
+
+    def request(build, reply_type, *, timeout_s=None, **options):
+        asked.append(timeout_s)
+        return original(build, reply_type, **options)
+
+    monkeypatch.setattr(namespace._link, "request", request)
     touch = HostPool.touch_page_tables
 
     def touch_long(pool):
@@ -327,6 +334,7 @@ def test_work_between_its_questions_costs_an_attach_no_patience(
 
     monkeypatch.setattr(HostPool, "touch_page_tables", touch_long)
     assert namespace.attach(8, cuda=CudaUse.OFF, timeout_s=5.0) is namespace.pool
+    assert asked == [1.0, 1.0]
 
 
 def test_the_wait_for_the_turn_ends_when_the_caller_says(namespace, daemon, segment):
