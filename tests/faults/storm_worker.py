@@ -37,6 +37,7 @@ from tests.faults import planted
 from tests.faults.board import Board, Count
 from tests.faults.rows import ROW_BYTES, count_wrong_bytes, fill_block
 from worker_client import connect
+from worker_client.attachment import ATTACH_TIMEOUT_S
 from worker_client.blocks import BlockLease, LeaseState
 from worker_client.client import Client, Completed, CudaUse, Enqueued, MirrorOutcome, Namespace
 
@@ -53,10 +54,10 @@ SLOW_READS, SLOW_READ_S = 0.1, 0.02
 """Share and length of reads that take long, as a gather of many rows does."""
 
 
-def open_storm(client: Client) -> Namespace:
+def open_storm(client: Client, *, attach_timeout_s: float = ATTACH_TIMEOUT_S) -> Namespace:
     """The namespace that all workers of a storm share."""
     namespace = client.open_namespace(model="storm", kv_dtype="rows", geometry=GEOMETRY)
-    namespace.attach(NUM_BLOCKS, cuda=CudaUse.OFF)
+    namespace.attach(NUM_BLOCKS, cuda=CudaUse.OFF, timeout_s=attach_timeout_s)
     return namespace
 
 
@@ -70,9 +71,17 @@ def prompt_tokens(prompt: int, num_blocks: int) -> list[int]:
 class StormWorker:
     """The turns of one worker."""
 
-    def __init__(self, client: Client, board: Board, index: int, rng: random.Random) -> None:
+    def __init__(
+        self,
+        client: Client,
+        board: Board,
+        index: int,
+        rng: random.Random,
+        *,
+        attach_timeout_s: float = ATTACH_TIMEOUT_S,
+    ) -> None:
         self.client = client
-        self.namespace = open_storm(client)
+        self.namespace = open_storm(client, attach_timeout_s=attach_timeout_s)
         pool = self.namespace.pool
         assert pool is not None
         place = GEOMETRY.place(0, pool.num_blocks)

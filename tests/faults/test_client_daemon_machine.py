@@ -134,7 +134,10 @@ class ClientDaemonMachine(RuleBasedStateMachine):
         try:
             client = connect(self.daemon.runtime_dir, client_name="machine", timeout_s=2.0)
             client.session._timeout_s = 0.3
-            self.workers[index] = StormWorker(client, self.tally, index, Choices([1]))
+            # Nobody but this thread starts a daemon that died meanwhile.
+            self.workers[index] = StormWorker(
+                client, self.tally, index, Choices([1]), attach_timeout_s=0.3
+            )
         except HiSparseError:
             if client is not None:
                 client.close()
