@@ -326,18 +326,34 @@ def _commands(group: Any, prefix: str) -> list[str]:
             continue
         text = " ".join((command.help or "").split("\f")[0].split())
         parts += [f"## {prefix} {name}", text]
+        if command.context_settings.get("ignore_unknown_options"):
+            command = _passed_through(name)
         rows = [
             (
-                ", ".join(f"`{each}`" for each in parameter.opts),
+                ", ".join(f"`{each}`" for each in (*parameter.opts, *parameter.secondary_opts)),
                 "" if parameter.default in (None, False, "", ()) else f"`{parameter.default}`",
                 getattr(parameter, "help", None) or "",
             )
             for parameter in command.params
-            if parameter.opts and parameter.name != "help"
+            if parameter.opts
+            and parameter.name != "help"
+            and not getattr(parameter, "hidden", False)
         ]
         if rows:
             parts.append(table(("option", "default", ""), rows))
     return parts
+
+
+def _passed_through(name: str) -> Any:
+    """The command behind one that hands its words on."""
+    import importlib
+
+    import typer.main
+
+    module = importlib.import_module(f"hisparse_service.cli.{name}")
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command()(getattr(module, name))
+    return typer.main.get_command(app)
 
 
 PAGES: Final[Mapping[str, tuple[str, Callable[[], str]]]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import time
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -17,6 +18,7 @@ from hisparse_service.cli.options import (
     TimeoutOption,
     flags_of,
 )
+from hisparse_service.contract.sizes import size_text
 
 if TYPE_CHECKING:
     from hisparse_service.cli.connection import OperatorConnection
@@ -101,7 +103,7 @@ def _print_status(found: dict[str, Any]) -> None:
         print(
             f"pool {pool['segment']}  {human_bytes(pool['bytes'])}, "
             f"{human_bytes(pool['free_bytes'])} not given out"
-            f"{'  (adopted)' if pool['adopted'] else ''}"
+            f"{_adopted_text(found)}"
         )
     else:
         print(f"pool being populated: {found['progress']:.0%}")
@@ -132,6 +134,20 @@ def _print_status(found: dict[str, Any]) -> None:
                 f"because of damage, {namespace['withdrawn']} of them are still read"
             )
     _print_devices(found["device"])
+
+
+def _adopted_text(found: dict[str, Any]) -> str:
+    """Whether the pool is an earlier daemon's, and what its size should be where that differs."""
+    if not found["pool"]["adopted"]:
+        return ""
+    has_bytes, set_bytes = found["pool"]["bytes"], found.get("pool_bytes", 0)
+    # An older daemon tells no size; a pool has whole pages.
+    if not set_bytes or 0 <= has_bytes - set_bytes < mmap.PAGESIZE:
+        return "  (adopted)"
+    return (
+        f"  (adopted with {size_text(has_bytes)}; pool.bytes is {size_text(set_bytes)}: "
+        "docs/upgrade.md says how to resize)"
+    )
 
 
 def _epoch_text(epoch: int | str) -> str:

@@ -90,7 +90,9 @@ class Hello(Request, tag=1, frozen=True):
     client_name: Text
     """For people: the engine and its version, say."""
     group: Text
-    """Name of the tensor-parallel group (one engine); empty: a group of its own."""
+    """Name of the tensor-parallel group (one engine). Empty: none; such a session writes without a
+    writer lease and shares no events, and its device memory is found again by rank and name alone,
+    which all without a group have in common."""
     rank: U32
     world_size: Annotated[int, Meta(ge=1, le=limits.MAX_WORLD_SIZE)]
     device_uuid: Text

@@ -108,7 +108,11 @@ def commands() -> dict[str, set[str]]:
             if hasattr(command, "commands"):
                 walk(command, f"{prefix}{name} ")
             else:
-                options = {option for each in command.params for option in each.opts}
+                options = {
+                    option
+                    for each in command.params
+                    for option in (*each.opts, *each.secondary_opts)
+                }
                 free = command.context_settings.get("ignore_unknown_options", False)
                 found[prefix + name] = {"*"} if free else options | {"--help"}
 
@@ -133,6 +137,20 @@ def test_every_command_that_a_page_names_exists(page: Path) -> None:
         for word in words:
             if word.startswith("--") and "*" not in known[name]:
                 assert word.split("=")[0] in known[name], f"{page.name}: {name} {word}"
+
+
+def test_the_reference_has_the_options_of_every_command() -> None:
+    """Before, `demo`, which hands its words on, had none."""
+    text = (DOCS / "reference" / "commands.md").read_text()
+    for name, options in commands().items():
+        section = re.search(rf"^## hisparse-service {name}$(.*?)(?=^## |\Z)", text, re.M | re.S)
+        assert section, name
+        for option in options - {"*", "--help"}:
+            assert f"`{option}`" in section[1], f"{name} {option}"
+    demo = text.split("## hisparse-service demo")[1].split("\n## ")[0]
+    for option in ("--dtype", "--device", "--steps", "--no-cuda-graphs", "--json"):
+        assert f"`{option}`" in demo, option
+    assert "corrupt" not in demo
 
 
 def test_files_that_the_pages_name_exist() -> None:

@@ -22,6 +22,7 @@ def test_the_tour_in_python_runs_as_it_is_printed():
         timeout=100, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == "found 1 block: [1], the bytes that were written: True\n"
 
 
 def test_every_link_leads_somewhere():
