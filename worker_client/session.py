@@ -394,7 +394,7 @@ class Session:
         try:
             if self.state is SessionState.ALIVE and not self._needs_hello:
                 try:
-                    reply = self._exchange(build, deadline_s)
+                    reply = self._exchange(build, deadline_s, when_away)
                 except _SessionGone:
                     self._needs_hello = True
                     reply = self._request_again(build, deadline_s, when_away)
@@ -418,7 +418,7 @@ class Session:
                     raise self.away_error()
                 self._wait_alive(deadline_s)
             try:
-                return self._exchange(build, deadline_s)
+                return self._exchange(build, deadline_s, when_away)
             except _SessionGone:
                 self._needs_hello = True
         raise self._unavailable(f"the session ended {_MAX_ATTEMPTS} times during one request")
@@ -477,7 +477,14 @@ class Session:
         self.counters.add("request_timeouts")
         return self._unavailable("no answer before the deadline")
 
-    def _exchange(self, build: BuildRequest, deadline_s: float, *, closing: bool = False) -> Reply:
+    def _exchange(
+        self,
+        build: BuildRequest,
+        deadline_s: float,
+        when_away: WhenAway = WhenAway.WAIT,
+        *,
+        closing: bool = False,
+    ) -> Reply:
         if not self._usable and not closing:
             self._check_usable()
         request_id = self._next_id
@@ -498,7 +505,7 @@ class Session:
             self._away("it does not read its socket" if self._connected else self._why_gone())
             raise self._unavailable("the daemon does not read its socket") from None
         crash_point(_AFTER_SEND)
-        reply = self._receive(request_id, deadline_s, closing)
+        reply = self._receive(request_id, deadline_s, when_away, closing)
         crash_point(_AFTER_RECEIVE)
         if type(reply) is ErrorReply:
             if reply.code == UnknownSession.__name__:
@@ -508,7 +515,9 @@ class Session:
             raise _SessionGone
         return reply
 
-    def _receive(self, request_id: int, deadline_s: float, closing: bool) -> Reply:
+    def _receive(
+        self, request_id: int, deadline_s: float, when_away: WhenAway, closing: bool
+    ) -> Reply:
         receive = self._socket.recv
         began_s = now_s = time.monotonic()
         while True:
@@ -519,7 +528,7 @@ class Session:
             try:
                 frame = receive(flags)
             except zmq.Again:
-                self._while_waiting(deadline_s, began_s, closing=closing)
+                self._while_waiting(deadline_s, began_s, when_away, closing=closing)
                 now_s = time.monotonic()
                 continue
             reply = decode_reply(frame)
@@ -532,12 +541,15 @@ class Session:
             if self.owner is not None and reply.epoch == self.epoch and type(reply) is not Pong:
                 self.owner.late_reply(reply)
 
-    def _while_waiting(self, deadline_s: float, began_s: float, *, closing: bool) -> None:
+    def _while_waiting(
+        self, deadline_s: float, began_s: float, when_away: WhenAway, *, closing: bool
+    ) -> None:
         """Called after each slice without a reply to what was asked at `began_s`.
 
         Raises:
             _SessionGone: The connection broke, so no reply will come.
-            ServiceUnavailable: The deadline passed.
+            ServiceUnavailable: The deadline passed; or the daemon was in doubt before, is silent by
+                now, and the caller does not wait for one that is away.
             ClosedError: Closed by another thread meanwhile.
         """
         if not closing:
@@ -548,6 +560,11 @@ class Session:
         if time.monotonic() >= deadline_s:
             self._doubt(began_s)
             raise self._no_answer()
+        if self._in_doubt and when_away is WhenAway.FAIL:
+            # Nobody else can find out: the lock is held here.
+            self._check_silence(time.monotonic(), began_s)
+            if self.state is SessionState.AWAY:
+                raise self.away_error()
 
     def _doubt(self, began_s: float) -> None:
         """A caller lost its patience: no reason to be away for all, but one to look."""
@@ -557,11 +574,12 @@ class Session:
             self._in_doubt = True
             self._probed_s = 0.0
             os.eventfd_write(self._wake_fd, 1)
-        if self._unanswered_s < self._last_reply_s:
-            self._unanswered_s = max(began_s, self._last_reply_s)
-        self._check_silence(time.monotonic())
+        self._check_silence(time.monotonic(), began_s)
 
-    def _check_silence(self, now_s: float) -> None:
+    def _check_silence(self, now_s: float, began_s: float) -> None:
+        """AWAY after too long without a reply; `began_s`: when the present question was asked."""
+        if self._unanswered_s < self._last_reply_s:  # what was owed before is settled
+            self._unanswered_s = max(began_s, self._last_reply_s)
         silent_s = now_s - max(self._unanswered_s, self._last_reply_s)
         # Who asks with this time-out as its deadline counts from before it had the lock.
         if silent_s >= _HEARTBEAT_TIMEOUT_S - _WAIT_SLICE_S:
@@ -573,7 +591,7 @@ class Session:
         if self._last_reply_s > self._unanswered_s or self._socket.poll(0):
             self._revive(deadline_s)
             return self.is_alive
-        self._check_silence(now_s)
+        self._check_silence(now_s, now_s)
         if self.state is SessionState.ALIVE:
             self._probe(now_s, deadline_s)
         return False

@@ -247,9 +247,12 @@ def test_a_daemon_killed_before_the_check_is_told_again(daemon, three):
     daemon.signal(signal.SIGSTOP)
     with pytest.raises(ServiceUnavailable):
         report_damage(b, blocks[2:3], held.generations[2:3], timeout_s=0.2)
+    epoch = a.client.epoch
     daemon.kill()
     daemon.start()
-    wait_until(lambda: a.is_daemon_there and b.is_daemon_there and c.is_daemon_there)
+    for each in three:  # all of them: who comes later finds its pins gone
+        wait_until(lambda each=each: each.client.epoch != epoch and each.is_daemon_there)
+        each.wait_attached()
     assert found_blocks(c) == blocks, "its checksum came back with it"
     lease = c.lookup(chain_of(c, *TOKENS))
     with pytest.raises(DamagedBlock):

@@ -177,6 +177,30 @@ def test_only_silence_of_a_whole_time_out_is_away(session, daemon, monkeypatch):
     wait_until(lambda: session.is_alive)
 
 
+def test_a_step_does_not_wait_for_a_daemon_that_was_in_doubt_before(session, daemon, monkeypatch):
+    """It holds the lock, so that nobody else could say that the daemon is away."""
+    monkeypatch.setattr(session_module, "_HEARTBEAT_TIMEOUT_S", 0.3)
+    daemon.on[Ping] = daemon.on[Status] = no_answer
+    caught = []
+
+    def ask():
+        with session.lock:
+            for timeout_s in (0.01, 3600.0):
+                try:
+                    session.request(
+                        Status, StatusReply, timeout_s=timeout_s, when_away=WhenAway.FAIL
+                    )
+                except ServiceUnavailable as error:
+                    caught.append(error.message)
+
+    asker = threading.Thread(target=ask, daemon=True)
+    asker.start()
+    asker.join(20)
+    assert len(caught) == 2
+    assert "is away" in caught[1]
+    assert session.state is SessionState.AWAY
+
+
 def test_any_reply_ends_the_silence(session, daemon, monkeypatch):
     """The one that came late, too: whoever asks with short deadlines sees no others."""
     monkeypatch.setattr(session_module, "_HEARTBEAT_TIMEOUT_S", 3600.0)
