@@ -162,11 +162,14 @@ class DaemonProcess:
     def __init__(
         self, directory: Path, *, instance: str | None = None, pool_bytes: str = "8MiB",
         arguments: tuple[str, ...] = (), program: tuple[str, ...] = ("-m", "hisparse_service"),
-        **settings: str,
+        python: str = sys.executable, uid: int | None = None, **settings: str,
     ) -> None:  # fmt: skip
         self.directory = directory
         self.instance = instance or unique_instance()
         self.arguments, self.program = arguments, program
+        self.python, self.uid = python, uid
+        if uid is not None:
+            os.chown(directory, uid, uid)
         kept = {k: v for k, v in os.environ.items() if not k.startswith("HISPARSE_")}
         self.environment = kept | {
             "HISPARSE_INSTANCE": self.instance,
@@ -186,11 +189,12 @@ class DaemonProcess:
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 [
-                    sys.executable, *self.program, "serve", "--ready-fd", str(write_fd),
+                    self.python, *self.program, "serve", "--ready-fd", str(write_fd),
                     *self.arguments,
                 ],
                 env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                pass_fds=(write_fd,),
+                pass_fds=(write_fd,), user=self.uid, group=self.uid,
+                extra_groups=None if self.uid is None else [],
             )  # fmt: skip
         os.close(write_fd)
         self._close_ready()

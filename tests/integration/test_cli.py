@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from helpers import DaemonProcess, RawClient, keys_of, unique_instance
+from helpers import DaemonProcess, RawClient, keys_of, unique_instance, wait_until
 
 from hisparse_service.contract import messages as m
 
@@ -109,6 +111,60 @@ def test_no_daemon_is_said_at_once(runtime_dir: Path) -> None:
     done = run("status", "--runtime-dir", str(runtime_dir), status=5)
     assert "ServiceUnavailable" in done.stderr
     assert "serve" in done.stderr
+
+
+def test_a_killed_daemon_is_said_at_once(daemon: DaemonProcess) -> None:
+    daemon.kill()
+    for command in ("status", "sessions", "top", "handover"):
+        within = "--within" if command == "handover" else "--timeout"
+        done = run(command, "--runtime-dir", str(daemon.runtime_dir), within, "600", status=5)
+        assert f"nobody holds the lock; pid {daemon.process.pid} held it last" in done.stderr
+        assert "adopts the pool" in done.stderr
+
+
+def test_a_daemon_that_is_killed_while_it_is_asked_is_not_waited_for(
+    make_daemon: Callable[..., DaemonProcess],
+) -> None:
+    daemon = make_daemon().wait_ready()
+    daemon.process.send_signal(signal.SIGSTOP)
+    asking = subprocess.Popen(
+        [sys.executable, "-m", "hisparse_service", "status", "--timeout", "600", "--runtime-dir",
+         str(daemon.runtime_dir)],
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_until(lambda: psutil.Process(asking.pid).net_connections("unix"), what="it asks")
+    daemon.kill()
+    _out, said = asking.communicate(timeout=60)
+    assert asking.returncode == 5
+    assert "nobody holds the lock" in said
+
+
+def test_a_stopped_daemon_is_not_told_to_be_started(daemon: DaemonProcess) -> None:
+    daemon.process.send_signal(signal.SIGSTOP)
+    done = run("status", "--runtime-dir", str(daemon.runtime_dir), "--timeout", "0.5", status=5)
+    assert f"pid {daemon.process.pid} holds the lock and does not answer" in done.stderr
+    assert "asked for 0.5 s" in done.stderr
+    assert "py-spy" in done.stderr
+    assert "serve" not in done.stderr
+
+
+def test_a_runtime_directory_that_is_not_there_or_none_is_said(runtime_dir: Path) -> None:
+    done = run("status", "--runtime-dir", str(runtime_dir / "no" / "such"), status=5)
+    assert f"{runtime_dir}/no is not there" in done.stderr
+    assert "is no directory" in run("status", "--runtime-dir", "/etc/passwd", status=5).stderr
+
+
+def test_status_says_where_the_daemon_runs_and_its_epoch_as_the_log_has_it(
+    daemon: DaemonProcess,
+) -> None:
+    status = of(daemon, "status")
+    assert status["pid"] == daemon.process.pid
+    assert status["runtime_dir"] == str(daemon.runtime_dir)
+    plain = run("status", "--runtime-dir", str(daemon.runtime_dir)).stdout
+    assert f"pid {daemon.process.pid}  runtime directory {daemon.runtime_dir}" in plain
+    assert len(status["epoch"]) == 16
+    assert f"epoch {status['epoch']}" in plain
+    assert f"epoch={status['epoch']}" in daemon.log
 
 
 def test_purge_removes_what_a_killed_daemon_left_and_nothing_of_a_living_one(

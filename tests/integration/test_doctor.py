@@ -333,6 +333,21 @@ def test_a_living_daemon_is_good_in_every_way(daemon: DaemonProcess) -> None:
     assert "and the segment is the daemon's" in rows["attach"][0]["found"]
 
 
+def test_the_size_that_counts_is_the_running_daemons(daemon: DaemonProcess) -> None:
+    """The settings of the command say 60 TiB: no machine has that."""
+    rows = doctor(*where(daemon)[:4], "--set", "pool.bytes=60TiB", "--quick")
+    for check in ("shared memory", "memory"):
+        (found,) = rows[check]
+        assert found["verdict"] == "good", found
+        assert "60.0 TiB" not in found["found"], found
+
+
+def test_what_a_starting_daemon_has_reserved_is_not_needed_again(tmp_path: Path) -> None:
+    settings = settings_of(instance="t", pool__bytes="1GiB")
+    roots = host.Roots(shm=tmp_path, reserved_bytes=GIB // 4)
+    assert host.needed_bytes(settings, roots) == GIB - GIB // 4
+
+
 def test_no_daemon_and_a_killed_one_are_told_apart(daemon: DaemonProcess) -> None:
     daemon.kill()
     rows = doctor(*where(daemon))
@@ -357,8 +372,10 @@ def test_a_daemon_that_hangs_is_found(make_daemon: MakeDaemon, tmp_path: Path) -
         hold.unlink()
     (found,) = rows["daemon"]
     assert found["verdict"] == "bad"
-    assert f"pid {daemon.process.pid} holds the lock and does not answer" in found["found"]
-    assert "py-spy" in found["remedy"]
+    for (found,) in (rows["daemon"], rows["attach"]):
+        assert f"pid {daemon.process.pid} holds the lock and does not answer" in found["found"]
+        assert "py-spy" in found["remedy"]
+        assert "serve" not in found["remedy"]
 
 
 def test_a_daemon_that_populates_or_drains_is_told(make_daemon: MakeDaemon, tmp_path: Path) -> None:
