@@ -29,7 +29,7 @@ from hisparse_service.contract.errors import (
     UnknownSession,
 )
 from hisparse_service.contract.limits import MAX_IN_FLIGHT_PER_SESSION
-from hisparse_service.membership.credentials import Authoriser
+from hisparse_service.membership.credentials import Authoriser, parse_peer_address
 from hisparse_service.membership.sessions import DeathCause
 from hisparse_service.server import handlers_backing as backing
 from hisparse_service.server import handlers_blocks as blocks
@@ -135,6 +135,17 @@ class BrokenInvariantError(Exception):
     """An assertion of the directory failed: the daemon stops, and its successor adopts."""
 
 
+def peer_address_of(frame: zmq.Frame) -> str:
+    """The kernel's word on who sent a frame; empty of a peer of ZMTP 1.0.
+
+    Bytes that are no ZMTP may look like that version, and its frames carry no properties.
+    """
+    try:
+        return str(frame.get("Peer-Address"))
+    except zmq.ZMQError:
+        return ""
+
+
 class Dispatcher:
     """Answers frames. `send` queues a reply and says whether it could.
 
@@ -185,7 +196,7 @@ class Dispatcher:
             if reply is None:
                 return
         except HiSparseError as error:
-            reply = self._refuse(client, request, error, str(frame.get("Peer-Address")))
+            reply = self._refuse(client, request, error, peer_address_of(frame))
         except AssertionError as error:
             raise BrokenInvariantError(f"{type(request).__name__}: {error}") from error
         except Exception as error:
@@ -267,13 +278,15 @@ class Dispatcher:
                 "this connection has no session",
                 remedy="Say Hello first, and again when the daemon was restarted",
             )
+        peer_address = peer_address_of(frame)
+        parse_peer_address(peer_address)  # a peer without credentials has no descriptor either
         # Connections are told apart by their descriptor's number, which the next one takes over.
         # What the monitor said before this Hello arrived is of an earlier connection: read later,
         # it would end this session for the end of that one.
         self._read_monitor()
         client = begin_session(
             self._state, self._authoriser, request, routing_id=routing_id,
-            peer_address=str(frame.get("Peer-Address")),
+            peer_address=peer_address,
             connection_fd=int(frame.get(_SOURCE_FD)), now_s=now_s,
         )  # fmt: skip
         return hello_reply(self._state, client, request.request_id)

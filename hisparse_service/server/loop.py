@@ -24,7 +24,7 @@ from typing import Any, Final, cast
 import zmq
 
 from hisparse_service.server.clients import end_connection, end_process
-from hisparse_service.server.dispatch import Dispatcher, SendResult
+from hisparse_service.server.dispatch import Dispatcher, SendResult, peer_address_of
 from hisparse_service.server.state import ServerState
 from hisparse_service.server.transport import WAKE_ROUTING_ID, ConnectionChange, Transport
 from hisparse_service.server.waker import Waker
@@ -174,7 +174,7 @@ class ControlLoop:
         if routing_id == WAKE_ROUTING_ID:
             self._waker.run_ready()
         elif frame.more:
-            peer_address = str(frame.get("Peer-Address"))
+            peer_address = peer_address_of(frame)
             dispatcher.on_wrong_frames(routing_id, self._skip_frames(), peer_address)
 
     def _skip_frames(self) -> int:

@@ -186,6 +186,29 @@ def test_i8_bytes_that_are_no_zmtp_are_ignored(daemon: DaemonProcess, connect: C
         client.ask(m.Pong, m.Ping)
 
 
+def test_i8_a_peer_of_zmtp_1_has_no_credentials_and_ends_nobody(
+    daemon: DaemonProcess, connect: Connect
+) -> None:
+    """Its frames have no properties: asked who sent them, libzmq answers with an error."""
+    import socket
+
+    client = connect()
+    hello = m.encode(
+        m.Hello(1, limits.PROTOCOL_MIN, limits.PROTOCOL_MAX, "old", "", 0, 1, "", False)
+    )
+    identity = b"\x01\x00"
+    one, two = b"\x02\x00x", b"\x02\x01x\x02\x00y"
+    greeting = bytes([len(hello) + 1, 0]) + hello
+    with socket.socket(socket.AF_UNIX) as raw:
+        raw.connect(str(daemon.runtime_dir / "control.sock"))
+        raw.sendall(identity + one + two + greeting)
+        wait_until(lambda: "hello_refused" in daemon.log)
+    client.ask(m.Pong, m.Ping)
+    assert "NotAuthorised" in daemon.log
+    assert "unexpected_error" not in daemon.log
+    assert client.ask(m.StatusReply, m.Status).status["malformed"] == 2
+
+
 # --- geometry and backing ---------------------------------------------------------------------
 
 
