@@ -52,6 +52,7 @@ def test_a_second_daemon_is_refused_and_told_who_holds_the_lock(path):
         for role in Role:
             with pytest.raises(RuntimeDirectoryError) as error:
                 ProcessLock.acquire(path, role=role)
+            assert "hisparse-service handover" in error.value.remedy
             assert error.value.details == {"holder_pid": child.pid}
         seen = observe(path)
         assert (seen.liveness, seen.pid) == (Liveness.ALIVE, child.pid)
