@@ -144,6 +144,7 @@ def test_gather_of_a_few_rows_by_fewer_warps_than_there_are_requests(reference, 
     pages, expected, _ = pair(4, 656, 64, True, True)
     plan = random_plan(expected, lists=lists, longest=1, seed=21)
     plan.miss_counts.fill_(1)
+    plan.miss_source_rows.random_(64, 128)
     plan.miss_device_rows[:, 0] = torch.arange(lists)
     plan.miss_source_rows[0, 0] = -1  # padding in front hides nothing behind it
     reference_plan = replace(plan, miss_counts=plan.miss_counts.clone())
