@@ -639,7 +639,7 @@ class Session:
         if self._is_told_away and self.is_alive:
             self._is_told_away = False
             logger.info(
-                "hisparse-service is back (%s) after %.1f s, epoch %d", self.endpoint,
+                "hisparse-service is back (%s) after %.1f s, epoch %016x", self.endpoint,
                 time.monotonic() - self._away_since_s, self.epoch,
             )  # fmt: skip
 
